@@ -20,7 +20,7 @@ from autotune_amp.core.text import shell_line
 from autotune_amp.core.workload import Workload
 from autotune_amp.distributed import answer_on_first, place
 from autotune_amp.interruption import interruptible
-from autotune_amp.report.files import keep_report
+from autotune_amp.report.files import update_report
 from autotune_amp.search.command import CommandSource
 from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
 from autotune_amp.search.progress import Progress

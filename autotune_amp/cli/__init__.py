@@ -1,6 +1,6 @@
-"""Command line: typer reads the request, the command does the work, the result is printed, the exit code is set.
+"""Command line: typer parses the options, the command runs, its result is printed, the exit code is set.
 
-Standard output carries the result and nothing else.
+Standard output has only the result; progress, notes and errors go to standard error.
 """
 
 from __future__ import annotations
@@ -13,96 +13,98 @@ from typing import Any
 import typer
 
 from autotune_amp.cli.judging import check, fidelity, memory, probe, profile
-from autotune_amp.cli.options import CommandOutput, app, register, result
+from autotune_amp.cli.options import CommandOutput, app, recommendation_output, register
 from autotune_amp.cli.results import dashboard, export, report, show
 from autotune_amp.cli.training import apply, run_, search
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
 from autotune_amp.interruption import interruptible
-from autotune_amp.report.output import emit, reader_may_leave, tell
+from autotune_amp.report.output import ignore_closed_reader, write_message, write_output
 
-_TAKE_COMMANDS = ("search", "run", "apply")  # these take a training command after ``--``
+_WITH_TRAINING_COMMAND = ("search", "run", "apply")  # commands with a training command after ``--``
 
-# typer brought its own copy of click with 0.2x; the base of every usage error is found wherever it lives.
+# click's UsageError. Some versions of typer contain their own copy of click, so it is not imported from click.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]
 
-for work in (search, check, probe, show, report, profile, fidelity, memory, export, run_, apply, dashboard):
-    register(work)
+for function in (search, check, probe, show, report, profile, fidelity, memory, export, run_, apply, dashboard):
+    register(function)
 
 
 def main() -> None:
-    """Run the command line of this process and exit: the only place that prints or exits."""
-    # If the caller has closed standard output (``>&-``), the next file to be opened would otherwise become it.
+    """Run the command line of this process, and exit with its exit code."""
+    # If the caller has closed standard output (``>&-``), the next file to be opened would become standard output.
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
     with interruptible():
         code = run(sys.argv[1:])
         for stream in (sys.stdout, sys.stderr):
             try:
-                with reader_may_leave(stream):
+                with ignore_closed_reader(stream):
                     stream.flush()
             except InvalidRequestError as error:
-                code = code if stream is sys.stderr else _fail(error, as_json=False)
+                code = code if stream is sys.stderr else _report_error(error, as_json=False)
     sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command, given the arguments of the command line; return the exit code."""
-    own, training = arguments, None
-    if "--" in arguments and arguments[0] in _TAKE_COMMANDS:
-        own, training = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
-    as_json = "--json" in own
+    """Run the command with these arguments, print its result or error, and return the exit code."""
+    own_arguments, training_arguments = arguments, None
+    if "--" in arguments and arguments[0] in _WITH_TRAINING_COMMAND:
+        own_arguments, training_arguments = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
+    as_json = "--json" in own_arguments
     command = typer.main.get_command(app)
     try:
-        work = None
-        with reader_may_leave(sys.stdout):  # to which --help prints
-            work = command.main(own, prog_name="autotune-amp", standalone_mode=False, obj=training)
-        if callable(work):
-            answer = work()
-            output, exit_code = answer if isinstance(answer, CommandOutput) else (answer, 0)
-            emit(output)
+        command_call = None
+        with ignore_closed_reader(sys.stdout):  # to which --help prints
+            command_call = command.main(
+                own_arguments, prog_name="autotune-amp", standalone_mode=False, obj=training_arguments
+            )
+        if callable(command_call):
+            command_result = command_call()
+            output, exit_code = command_result if isinstance(command_result, CommandOutput) else (command_result, 0)
+            write_output(output)
             return exit_code
     except AutotuneAmpError as error:
-        return _fail(error, as_json)
+        return _report_error(error, as_json)
     except KeyboardInterrupt:
         from autotune_amp.core.recommendation import SearchInterruptedError
 
         interrupted = SearchInterruptedError("Interrupted.", "Run the same command again.", (), None)
-        return _fail(interrupted, as_json)
+        return _report_error(interrupted, as_json)
     except _UsageError as error:
         path = error.ctx.command_path if error.ctx else "autotune-amp"
-        meant = _with_command(arguments, command)
-        next_step = f"See `{path} --help`." if meant is None else f"Put `--` before your command: `{meant}`."
-        return _fail(InvalidRequestError(error.format_message(), next_step), as_json)
+        corrected = _with_separator(arguments, command)
+        next_step = f"See `{path} --help`." if corrected is None else f"Put `--` before your command: `{corrected}`."
+        return _report_error(InvalidRequestError(error.format_message(), next_step), as_json)
     return 0
 
 
-def _with_command(arguments: list[str], app_command: Any) -> str | None:
-    """Return the command line with ``--`` added before its training command, None if it does not seem to hold one."""
-    if not arguments or arguments[0] not in _TAKE_COMMANDS or "--" in arguments:
+def _with_separator(arguments: list[str], app_command: Any) -> str | None:
+    """Return the command line with ``--`` inserted before its training command, or None if it seems to have none."""
+    if not arguments or arguments[0] not in _WITH_TRAINING_COMMAND or "--" in arguments:
         return None
-    known = {name: each for each in app_command.commands[arguments[0]].params for name in each.opts}
+    options = {name: option for option in app_command.commands[arguments[0]].params for name in option.opts}
     from autotune_amp.command.startable import likely_command
     from autotune_amp.core.text import shell_line
 
-    at = 1
-    while at < len(arguments):
-        name, sign, _ = arguments[at].partition("=")
-        words = None if name.startswith("-") else likely_command(arguments[at:])
-        if words is not None:
-            return shell_line(["autotune-amp", *arguments[:at], "--", *words])
-        if name.startswith("-") and name not in known:
+    index = 1
+    while index < len(arguments):
+        name, equals_sign, _ = arguments[index].partition("=")
+        command_words = None if name.startswith("-") else likely_command(arguments[index:])
+        if command_words is not None:
+            return shell_line(["autotune-amp", *arguments[:index], "--", *command_words])
+        if name.startswith("-") and name not in options:
             return None
-        at += 2 if name.startswith("-") and not (sign or known[name].is_flag) else 1
+        index += 2 if name.startswith("-") and not (equals_sign or options[name].is_flag) else 1
     return None
 
 
-def _fail(error: AutotuneAmpError, as_json: bool) -> int:
+def _report_error(error: AutotuneAmpError, as_json: bool) -> int:
     from autotune_amp.core.recommendation import SearchInterruptedError
     from autotune_amp.report.errors import error_document, error_text
 
-    tell(error_text(error))
+    write_message(error_text(error))
     if as_json:
-        emit(error_document(error).encode())
+        write_output(error_document(error).encode())
     elif isinstance(error, SearchInterruptedError) and error.best is not None:
-        emit(result(error.best, as_json))
+        write_output(recommendation_output(error.best, as_json))
     return error.exit_code

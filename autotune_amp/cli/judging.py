@@ -1,4 +1,4 @@
-"""Commands that judge a machine or a model without a search: check, probe, profile, fidelity, memory."""
+"""Commands that examine a machine or a model without a search: check, probe, profile, fidelity, memory."""
 
 from __future__ import annotations
 
@@ -9,39 +9,46 @@ import typer
 
 from autotune_amp.cli.options import CommandOutput, Device, Json, Precision, Quiet, Target, option
 from autotune_amp.core.errors import WILL_BREAK_EXIT_CODE
-from autotune_amp.report.output import json_document, rendered
+from autotune_amp.report.output import json_document, render_to_bytes
 
-BatchSize = Annotated[int | None, option("N", "Samples in a batch. Without it, the workload's own.")]
+BatchSize = Annotated[int | None, option("N", "Samples in a batch. Default: the workload's batch size.")]
 
 
 def check(
     target: Target = None,
     device: Annotated[
-        str, typer.Option("--for", help="Whose autocast: cuda, cpu or mps. It need not be here.", metavar="DEVICE")
+        str,
+        typer.Option(
+            "--for",
+            help="Device whose autocast rules to check: cuda, cpu or mps. It need not be present.",
+            metavar="DEVICE",
+        ),
     ] = "cuda",
     batch_size: BatchSize = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> CommandOutput:
-    """Name what will break or hurt under a device's autocast, and the line that mends it.
+    """List the operations that autocast would break or degrade, each with its fix.
 
-    One fp32 step on the CPU and a look at the source; no such device is needed. Exit code 4 where something will break.
+    Runs one fp32 step on the CPU and reads your source; the device itself is not needed. The exit code is 4 if an
+    operation will break.
     """
     from autotune_amp.api import check_workload
 
-    found = check_workload(target, device=device, batch_size=batch_size, quiet=quiet)
-    exit_code = WILL_BREAK_EXIT_CODE if found.will_break else 0
+    report = check_workload(target, device=device, batch_size=batch_size, quiet=quiet)
+    exit_code = WILL_BREAK_EXIT_CODE if report.will_break else 0
     if as_json:
-        return CommandOutput(f"{found.to_json()}\n".encode(), exit_code)
+        return CommandOutput(f"{report.to_json()}\n".encode(), exit_code)
     from autotune_amp.report.diagnostics import print_check
 
-    return CommandOutput(rendered(lambda console: print_check(found, console)), exit_code)
+    return CommandOutput(render_to_bytes(lambda console: print_check(report, console)), exit_code)
 
 
 def probe(device: Device = "auto", as_json: Json = False) -> bytes:
-    """Say what this machine can do, and why not more.
+    """Show the device and its precisions.
 
-    Device, driver, memory, and each precision as native, emulated or unsupported with a measured rate.
+    Prints device, driver and memory, and for each precision its measured rate and whether it is native, emulated or
+    unsupported, with the reason.
     """
     from rich.console import Console
 
@@ -53,7 +60,7 @@ def probe(device: Device = "auto", as_json: Json = False) -> bytes:
         return json_document({"format": 1, "hardware": hardware})
     from autotune_amp.report.terminal import hardware_table
 
-    return rendered(lambda console: hardware_table(hardware, console))
+    return render_to_bytes(lambda console: hardware_table(hardware, console))
 
 
 def profile(
@@ -62,47 +69,49 @@ def profile(
     device: Device = "auto",
     precision: Precision = None,
     batch_size: BatchSize = None,
-    trace: Annotated[Path | None, option("FILE", "Write the profiled steps here, for ui.perfetto.dev.")] = None,
+    trace: Annotated[
+        Path | None, option("FILE", "Write a trace of the profiled steps to this file, for ui.perfetto.dev.")
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> bytes:
-    """Say whether mixed precision pays here, and why.
+    """Measure whether mixed precision is faster here, and why.
 
-    fp32 against bf16 and fp16 on the same batches: speed-up, memory, where a step's time goes, what to try next.
+    Compares bf16 and fp16 with fp32 on the same batches: speed-up, memory, the parts of a step's time, and next steps.
     """
     from autotune_amp.api import profile_amp
 
-    found = profile_amp(
+    report = profile_amp(
         target, batches, device=device, precision=precision, batch_size=batch_size, trace=trace, quiet=quiet
     )
     if as_json:
-        return f"{found.to_json()}\n".encode()
+        return f"{report.to_json()}\n".encode()
     from autotune_amp.report.diagnostics import print_profile
 
-    return rendered(lambda console: print_profile(found, console))
+    return render_to_bytes(lambda console: print_profile(report, console))
 
 
 def fidelity(
     target: Target = None,
-    precision: Annotated[str, option("PRECISION", "What to hold against fp32: tf32, bf16, fp16 or fp8.")] = "bf16",
+    precision: Annotated[str, option("PRECISION", "Precision to compare with fp32: tf32, bf16, fp16 or fp8.")] = "bf16",
     batch_size: Annotated[
-        int | None, option("N", "Samples in a batch. Without it, the workload's own, 16 at most.")
+        int | None, option("N", "Samples in a batch. Default: the workload's batch size, 16 at most.")
     ] = None,
     device: Device = "auto",
-    pin: Annotated[list[str] | None, option("MODULE", "Keep this module in fp32 meanwhile. Repeatable.")] = None,
-    seed: Annotated[int, option("N", "Seed of the first weights, batches and draws.")] = 0,
-    budget: Annotated[float, option("SECONDS", "Seconds that everything may take.")] = 110.0,
+    pin: Annotated[list[str] | None, option("MODULE", "Keep this module in fp32. Repeatable.")] = None,
+    seed: Annotated[int, option("N", "Seed of the initial weights, the batches and other random numbers.")] = 0,
+    budget: Annotated[float, option("SECONDS", "Longest duration in seconds.")] = 110.0,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> bytes:
-    """Say whether training in a precision learns what fp32 learns.
+    """Check whether training in a precision learns as well as in fp32.
 
-    One step and a short training in both, from the same weights on the same batches: a verdict, the numbers behind it,
-    which modules are at fault, and which ones heal it in fp32. Whatever the verdict, the exit code is 0.
+    Compares one step and a short training run in both, from the same weights and batches. Prints the verdict, its
+    numbers, the modules that cause the damage, and those to keep in fp32. The exit code is 0 for every verdict.
     """
     from autotune_amp.api import check_fidelity
 
-    found = check_fidelity(
+    result = check_fidelity(
         target,
         precision,
         batch_size=batch_size,
@@ -113,10 +122,10 @@ def fidelity(
         quiet=quiet,
     )
     if as_json:
-        return json_document({"format": 1, "fidelity": found})
+        return json_document({"format": 1, "fidelity": result})
     from autotune_amp.report.diagnostics import print_fidelity
 
-    return rendered(lambda console: print_fidelity(found, console))
+    return render_to_bytes(lambda console: print_fidelity(result, console))
 
 
 def memory(
@@ -127,26 +136,27 @@ def memory(
     ] = None,
     device: Device = "auto",
     fit: Annotated[
-        str | None, option("SIZE", "Say which batch fits into this much memory, such as 16GiB; takes minutes.")
+        str | None,
+        option("SIZE", "Find the largest batch size that fits into this much memory, such as 16GiB; takes minutes."),
     ] = None,
     snapshot: Annotated[
-        Path | None, option("FILE", "On CUDA, write PyTorch's own memory snapshot here, of the first precision.")
+        Path | None, option("FILE", "On CUDA, write PyTorch's memory snapshot of the first precision to this file.")
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> bytes:
-    """Say what fills the memory of a training step, and what would free most.
+    """Measure the memory of a training step by its parts, and show how to reduce it.
 
-    Parameters, gradients, optimizer state and the activations of each module, in each precision; with --fit the
-    largest batch that fits into a memory.
+    Prints parameters, gradients, optimizer state and each module's activations in each precision; with --fit the
+    largest batch size that fits.
     """
     from autotune_amp.api import profile_memory
 
-    found = profile_memory(
+    report = profile_memory(
         target, batch_size=batch_size, precision=precision, device=device, fit=fit, snapshot=snapshot, quiet=quiet
     )
     if as_json:
-        return f"{found.to_json()}\n".encode()
+        return f"{report.to_json()}\n".encode()
     from autotune_amp.report.diagnostics import print_memory
 
-    return rendered(lambda console: print_memory(found, console))
+    return render_to_bytes(lambda console: print_memory(report, console))

@@ -1,6 +1,6 @@
 """Shared parts of the commands: the app, options that several commands take, and the output of a result.
 
-Nothing heavy is imported before a command needs it, so that ``--help`` answers at once.
+Slow modules are imported by the commands that need them, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import typer
 
 from autotune_amp import __version__
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.report.output import rendered
+from autotune_amp.report.output import render_to_bytes
 
 if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Recommendation
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
-    # typer converts a missing --help through pydantic, and importing that takes longer than all the rest of a --help.
+    # Without a default, typer converts --help by pydantic, whose import takes longer than the rest of --help.
     context_settings={"help_option_names": ["-h", "--help"], "default_map": {"help": False}},
 )
 
@@ -34,18 +34,18 @@ class CommandOutput(NamedTuple):
     exit_code: int
 
 
-def register(work: Callable[..., bytes | CommandOutput]) -> None:
-    """Register a function as a command; it returns the bytes for standard output.
+def register(command: Callable[..., bytes | CommandOutput]) -> None:
+    """Register a function as a command. The function returns the bytes for standard output.
 
-    Typer only reads the options, and the function runs after typer has returned, since typer would mistake any broken
-    pipe or end of file for that of the terminal.
+    Typer only parses the options; the function runs after typer has returned, since typer handles every
+    BrokenPipeError and EOFError as one of the terminal.
     """
 
-    @wraps(work)
-    def deferred(**options: Any) -> Callable[[], bytes | CommandOutput]:
-        return partial(work, **options)
+    @wraps(command)
+    def defer(**options: Any) -> Callable[[], bytes | CommandOutput]:
+        return partial(command, **options)
 
-    app.command(work.__name__.rstrip("_"))(deferred)
+    app.command(command.__name__.rstrip("_"))(defer)
 
 
 def option(metavar: str, text: str) -> Any:
@@ -53,19 +53,22 @@ def option(metavar: str, text: str) -> Any:
     return typer.Option(help=text, metavar=metavar)
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, of an error too.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for errors too.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Target = Annotated[
     str | None,
     typer.Argument(
-        help="What to train: path/file.py:function or package.module:function, a function that returns a "
-        "Workload. Without it, a small transformer that comes with the package.",
+        help="Function that returns the Workload to train: path/file.py:function or package.module:function. "
+        "Default: the package's small example transformer.",
         metavar="TARGET",
     ),
 ]
 Folder = Annotated[
     Path | None,
-    typer.Argument(help="A study's folder, or the file meant. Without it, the latest in ./studies.", metavar="FOLDER"),
+    typer.Argument(
+        help="Folder of a study, or the file in it that is read. Default: the newest study in ./studies.",
+        metavar="FOLDER",
+    ),
 ]
 Device = Annotated[str, option("DEVICE", "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N.")]
 Precision = Annotated[
@@ -73,20 +76,23 @@ Precision = Annotated[
 ]
 OBJECTIVE = option(
     "OBJECTIVE",
-    "Choose for speed, memory (the least that is no slower than the baseline) or energy. A finished search is ranked "
-    "again, nothing is run.",
+    "Recommend for speed, memory (the least that is no slower than the baseline) or energy. A finished search is "
+    "ranked again without new trials.",
 )
 TRY = typer.Option(
     "--try",
-    help="What else to try: auto (what is safe), none, or some of compile, channels_last, optimizer_impl, "
-    "activation_checkpointing, allocator, cudnn_benchmark, fp8_recipe, weights, with commas.",
+    help="Further settings to try: auto (all safe ones), none, or a comma-separated list of compile, channels_last, "
+    "optimizer_impl, activation_checkpointing, allocator, cudnn_benchmark, fp8_recipe, weights.",
     metavar="NAMES",
 )
 Steps = Annotated[
-    int | None, option("N", "Optimizer steps of the training to come: fp16's loss scale is chosen for them.")
+    int | None, option("N", "Optimizer steps of the planned training run, for which fp16's loss scale is chosen.")
 ]
-Samples = Annotated[int | None, option("N", "The same in samples.")]
-Price = Annotated[float | None, option("MONEY", "What an hour costs: with --steps or --samples, the price.")]
+Samples = Annotated[int | None, option("N", "Length of the planned training run in samples, in place of --steps.")]
+Price = Annotated[
+    float | None,
+    option("MONEY", "Price of one hour; with --steps or --samples, the price of the training run is shown."),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -103,18 +109,20 @@ def autotune_amp(
 
 
 def training_command(context: typer.Context, command: str) -> list[str]:
-    """Return the words of the training command after ``--``. Raises `InvalidRequestError` if there is none."""
+    """Return the arguments of the training command after ``--``. Raises `InvalidRequestError` if there are none."""
     if not context.obj:
-        raise InvalidRequestError("No command is given.", f"Give it after `--`, as in `{command} -- python train.py`.")
+        raise InvalidRequestError(
+            "The training command is missing.", f"Add it after `--`, as in `{command} -- python train.py`."
+        )
     training: list[str] = context.obj
     return training
 
 
-def result(recommendation: Recommendation, as_json: bool, path: Path | None = None) -> bytes:
-    """Return a recommendation as bytes for standard output; `path` is the file that it was saved to."""
+def recommendation_output(recommendation: Recommendation, as_json: bool, path: Path | None = None) -> bytes:
+    """Return a recommendation as bytes for standard output. `path` is that of its file, for the lines to copy."""
     if as_json:
         return f"{recommendation.to_json()}\n".encode()
     from autotune_amp.report.terminal import print_recommendation
 
-    shown = None if path is None else path.as_posix()
-    return rendered(lambda console: print_recommendation(recommendation, console, shown))
+    shown_path = None if path is None else path.as_posix()
+    return render_to_bytes(lambda console: print_recommendation(recommendation, console, shown_path))

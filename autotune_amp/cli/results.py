@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune_amp.cli.options import OBJECTIVE, Folder, Json, Price, Samples, Steps, option, result
+from autotune_amp.cli.options import OBJECTIVE, Folder, Json, Price, Samples, Steps, option, recommendation_output
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.report.output import emit, json_document, tell
+from autotune_amp.report.output import json_document, write_message, write_output
 
 if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Recommendation
@@ -27,69 +27,69 @@ def show(
     price_per_hour: Price = None,
     as_json: Json = False,
 ) -> bytes:
-    """Print a finished recommendation again, ranked again where an option asks for it.
+    """Print a saved recommendation, or rank its search again with other options.
 
-    Nothing is run and nothing is saved.
+    Runs no trial and saves nothing.
     """
     from autotune_amp.core.recommendation import Recommendation
-    from autotune_amp.report.files import latest
+    from autotune_amp.report.files import find_study_file
 
-    path = latest(folder, "recommendation.json")
+    path = find_study_file(folder, "recommendation.json")
     recommendation = Recommendation.load(path)
-    if any(given is not None for given in (objective, steps, samples, price_per_hour)):
+    if any(option_value is not None for option_value in (objective, steps, samples, price_per_hour)):
         from autotune_amp.search.answer.decide import ranked_again
         from autotune_amp.search.options import SearchOptions
 
-        recommendation.options_as(SearchOptions)  # raises if they are damaged
+        recommendation.options_as(SearchOptions)  # raises if the saved options are damaged
         recommendation = ranked_again(recommendation, path, objective, steps, samples, price_per_hour)
-    return result(recommendation, as_json, path)
+    return recommendation_output(recommendation, as_json, path)
 
 
 def report(
     path: Annotated[
         Path | None,
         typer.Argument(
-            help="A study's folder, or the run log (.jsonl) of a PrecisionController. Without it, the latest study.",
+            help="Folder of a study, or the run log (.jsonl) of a PrecisionController. Default: the newest study.",
             metavar="FOLDER|RUN.jsonl",
         ),
     ] = None,
     out: Annotated[
-        Path | None, option("FILE", "Write this file in place of the study's report.html or the log's .html.")
+        Path | None, option("FILE", "File to write. Default: report.html in the study, or the log's name with .html.")
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Of a run log: draw it again as it grows, until Ctrl-C.")
+        bool, typer.Option("--follow", help="Update the page of a run log as the log grows, until Ctrl-C.")
     ] = False,
     as_json: Json = False,
 ) -> bytes:
-    """Draw a search, or a training's run log, as one HTML file, and print its path.
+    """Write a search, or the run log of a training run, as one HTML file, and print its path.
 
-    A search that recommended nothing is drawn too, with what failed. A page is written over an earlier one of its kind
-    and over no other file.
+    The page of a search without a recommendation shows its failures. Only an earlier page of the same kind is
+    overwritten.
     """
-    from autotune_amp.report.files import OUTCOMES, follow_run, latest, write_report, write_run_report
+    from autotune_amp.report.files import OUTCOMES, find_study_file, follow_run, write_report, write_run_report
 
-    def said(written: Path) -> bytes:
+    def path_output(written: Path) -> bytes:
         document = {"format": 1, "report": written.as_posix()}
         return json_document(document) if as_json else f"{written.as_posix()}\n".encode()
 
-    # The log of a controller may have any name.
+    # Every other file is taken as a run log, which may have any name.
     log = None if path is None or path.is_dir() or path.suffix == ".json" or path.name == OUTCOMES else path
     if not follow:
         if log is not None:
-            return said(write_run_report(log, out))
-        return said(write_report(latest(path, "recommendation.json", OUTCOMES), out))
+            return path_output(write_run_report(log, out))
+        return path_output(write_report(find_study_file(path, "recommendation.json", OUTCOMES), out))
     if log is None:
         raise InvalidRequestError(
-            f"--follow needs the run log of a training, and {path or 'the latest study'} is none.",
-            'Name the file that PrecisionController(config, run_log="run.jsonl") writes, or will write.',
+            f"--follow needs a run log, which {path or 'the newest study'} is not.",
+            'Pass the file that PrecisionController(config, run_log="run.jsonl") writes; it need not exist yet.',
         )
     if not as_json:
-        tell(f"Following {log}. Ctrl-C ends it.\n")
-    drawn = follow_run(log, out)
+        write_message(f"Following {log}. Ctrl-C stops it.\n")
+    written_paths = follow_run(log, out)
     with contextlib.suppress(KeyboardInterrupt):
-        emit(said(next(drawn)))
+        write_output(path_output(next(written_paths)))
         sys.stdout.flush()
-        for _ in drawn:
+        for _ in written_paths:
             pass
     return b""
 
@@ -99,66 +99,70 @@ def export(
         str,
         option(
             "TARGET",
-            "lightning, transformers, accelerate, deepspeed, torch, env for the shell, or slurm: two jobs, a search "
-            "and the training after it.",
+            "lightning, transformers, accelerate, deepspeed, torch, env (for the shell), or slurm (a search job and a "
+            "training job).",
         ),
     ],
     folder: Folder = None,
     out: Annotated[
         Path | None,
-        option("FILE", "Write it here; of accelerate, a .yaml is the file of `accelerate launch --config_file`."),
+        option(
+            "FILE", "File to write; for accelerate, a .yaml becomes the file for `accelerate launch --config_file`."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> bytes:
     """Print a recommendation as text to paste into a training script, or write it to a file and print its path.
 
-    A file is written over an earlier export and over no other file.
+    Only an earlier export is overwritten.
     """
     from autotune_amp.core.recommendation import Recommendation
-    from autotune_amp.integrations.export import accelerate_file, is_exported, setting_of
-    from autotune_amp.integrations.export import export as exported
-    from autotune_amp.report.files import latest, write_over
+    from autotune_amp.integrations.export import accelerate_file, export_source, is_exported
+    from autotune_amp.integrations.export import export as export_to_framework
+    from autotune_amp.report.files import find_study_file, write_if_replaceable
     from autotune_amp.report.rows import origin_line
 
-    path = latest(folder, "recommendation.json")
+    path = find_study_file(folder, "recommendation.json")
     recommendation = Recommendation.load(path)
     origin = origin_line(path, recommendation)
-    setting = setting_of(recommendation, origin)
+    setting = export_source(recommendation, origin)
     is_launch_file = to == "accelerate" and out is not None and out.suffix in (".yaml", ".yml")
     if to == "slurm":
-        made = _slurm_jobs(recommendation, path.parent if path.parent.name else path.parent.resolve(), origin)
+        exported_text = _slurm_jobs(recommendation, path.parent if path.parent.name else path.parent.resolve(), origin)
     else:
-        made = accelerate_file(setting) if is_launch_file else exported(setting, to)
+        exported_text = accelerate_file(setting) if is_launch_file else export_to_framework(setting, to)
     if out is not None:
-        elsewhere = "Name another file with --out, or leave --out away and paste what is printed."
-        write_over(out, made.text, "export of autotune-amp's", is_exported, elsewhere)
-    for note in made.notes:
-        tell(f"Note: {note}\n")
+        next_step = "Name another file with --out, or omit --out and paste the printed text."
+        write_if_replaceable(out, exported_text.text, "export of autotune-amp's", is_exported, next_step)
+    for note in exported_text.notes:
+        write_message(f"Note: {note}\n")
     if as_json:
-        return json_document(made)
-    return (made.text if out is None else f"{out.as_posix()}\n").encode()
+        return json_document(exported_text)
+    return (exported_text.text if out is None else f"{out.as_posix()}\n").encode()
 
 
 def dashboard(
     folder: Folder = None,
-    storage: Annotated[str | None, option("URL", "The storage that the search was given, not a folder.")] = None,
+    storage: Annotated[
+        str | None, option("URL", "Storage URL that was passed to the search, in place of a folder.")
+    ] = None,
     port: Annotated[
         int, typer.Option(help="Port to listen on; 0 is any free one.", min=0, max=65535, metavar="PORT")
     ] = 8080,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address.")] = False,
     as_json: Json = False,
 ) -> bytes:
-    """Open Optuna's dashboard on a study, until Ctrl-C.
+    """Open Optuna's dashboard of a study, until Ctrl-C.
 
-    It listens on this machine only. Needs the extra `dashboard`.
+    Only this machine can connect. Needs the extra `dashboard`.
     """
-    from autotune_amp.report.dashboard import has_display, serving
-    from autotune_amp.report.files import latest
+    from autotune_amp.report.dashboard import has_display, open_dashboard
+    from autotune_amp.report.files import find_study_file
 
-    with serving(storage or latest(folder, "study.db"), port) as server:
-        emit((json.dumps({"format": 1, "url": server.url}) if as_json else server.url).encode() + b"\n")
+    with open_dashboard(storage or find_study_file(folder, "study.db"), port) as server:
+        write_output((json.dumps({"format": 1, "url": server.url}) if as_json else server.url).encode() + b"\n")
         if not as_json:
-            tell("Ctrl-C ends it.\n")
+            write_message("Ctrl-C stops it.\n")
         if not no_browser and has_display():
             import webbrowser
 
@@ -177,12 +181,12 @@ def _slurm_jobs(recommendation: Recommendation, study: Path, origin: str) -> Exp
     from autotune_amp.integrations.slurm import slurm
     from autotune_amp.search.options import SearchOptions
 
-    target, line = recommendation.target, recommendation.command_template
+    target, template = recommendation.target, recommendation.command_template
     options = recommendation.options_as(SearchOptions)
-    asked = msgspec.structs.replace(options, ray=None).arguments()  # the address is not of the job's own cluster
-    asked += ["--out", str(study.parent), "--study", study.name]
-    what = to_command_line(line) if line is not None else target and [target]
-    searching = what and [*asked, *what]
-    training = None if line is None else line.arguments
-    on_ray = line is None and options.can_use_ray
+    arguments = msgspec.structs.replace(options, ray=None).arguments()  # the job starts its own cluster
+    arguments += ["--out", str(study.parent), "--study", study.name]
+    trained = to_command_line(template) if template is not None else target and [target]
+    searching = trained and [*arguments, *trained]
+    training = None if template is None else template.arguments
+    on_ray = template is None and options.can_use_ray
     return slurm(searching, training, name=study.name, study=study.as_posix(), origin=origin, can_use_ray=on_ray)

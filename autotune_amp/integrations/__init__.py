@@ -1,1 +1,1 @@
-"""Thin adapters to training frameworks, which only translate hooks. Each is imported only by its users."""
+"""Adapters to training frameworks, exports to them, and metric sinks. Each module needs its own framework."""

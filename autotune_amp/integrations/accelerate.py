@@ -1,7 +1,6 @@
-"""Accelerate: an Accelerator whose scaler is the PrecisionController, and Accelerate's settings from a config.
+"""Accelerate: an Accelerator whose autocast and scaler are the PrecisionController's, and arguments for a plain one.
 
-`AutotuneAccelerator` is an Accelerator whose autocast and scaler are the controller's; `windows` follows the batch
-size of a fallback.
+`AutotuneAccelerator.windows` changes the batch size when the controller falls back to a precision with another one.
 
 ```python
 import torch
@@ -32,7 +31,7 @@ for batch in accelerator.windows(loader):
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-accelerator.save_state("checkpoint")  # load_state resumes at its rung
+accelerator.save_state("checkpoint")  # load_state resumes in its precision
 print(accelerator.controller.status().precision)
 ```
 """
@@ -60,7 +59,12 @@ from torch import Tensor, nn
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.integrations.bridge import Window, config_of, refuse_other, refuse_other_window
+from autotune_amp.integrations.bridge import (
+    AccumulationWindow,
+    config_from,
+    raise_if_argument_differs,
+    raise_if_window_differs,
+)
 from autotune_amp.integrations.documents import accelerate_config
 from autotune_amp.integrations.export import SCALER_ARGUMENTS
 from autotune_amp.runtime.controller import PrecisionController
@@ -69,32 +73,32 @@ __all__ = ["AutotuneAccelerator", "accelerate_config", "grad_scaler_kwargs"]
 
 Batch = TypeVar("Batch")
 
-# Other types scale losses, cast models or make optimizers themselves.
-_KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
+# Accelerate itself scales losses, casts models or makes optimizers for all other types.
+_SUPPORTED_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
 
 
 class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships no types
     """Accelerator that trains in the config's precision and steps it down when that fails.
 
     It is used like ``accelerate.Accelerator``: ``prepare``, ``accumulate``, ``backward``, ``clip_grad_norm_``,
-    ``save_state`` and ``load_state`` (which continues at the saved rung). The forward pass of every prepared model runs
-    under the controller's autocast, on a CPU too, where Accelerate's own fp16 has neither autocast nor scaler. Outputs
-    are returned in fp32, as in Accelerate; inside ``with accelerator.autocast():`` a training pass leaves them as they
-    are, and the loss runs under the autocast too: that is how a search measures. `controller` is the
+    ``save_state`` and ``load_state`` (which continues in the saved precision). The forward pass of every prepared model
+    runs under the controller's autocast, on a CPU too, where Accelerate's own fp16 has neither autocast nor scaler.
+    Outputs are returned in fp32, as in Accelerate; inside ``with accelerator.autocast():`` a training pass keeps their
+    dtype, and the loss runs under autocast too, as in the measurements of a search. `controller` is the
     PrecisionController; the first prepared model with trainable parameters is attached to it. After ``free_memory`` or
     ``clear`` there is a new controller, for the models that are prepared next.
 
     config: precision, fallbacks, loss scale and accumulation steps, or the recommendation that holds them. The batch
         size is the DataLoader's.
     rerun: recomputes the loss of the latest batch as the loop does, inside ``autocast()`` if the loop uses it; see
-        `PrecisionController.attach`. It may refer to objects that are made later.
+        `PrecisionController.attach`. It may use variables that are assigned after this call.
     controller_options: more arguments for the `PrecisionController`: ``guard``, ``halt``, ``on_demotion``, ...
-    others: arguments for the ``Accelerator``.
+    others: other arguments of ``Accelerator``.
 
     Raises `InvalidRequestError` for arguments that contradict the config, and under DeepSpeed, FSDP, Megatron-LM or
     XLA, which scale and cast themselves. Raises `DemotedError`, with the config to start again with, if a fallback was
-    measured with another batch size or accumulation and the loop does not use `windows`, which follows them: at the
-    move, or at the first training pass after `load_state` returned to that fallback.
+    measured with another batch size or accumulation and the loop does not use `windows`: at the change
+    of precision, or at the first training pass after `load_state` returned to that fallback.
     """
 
     def __init__(
@@ -105,21 +109,23 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         controller_options: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        self._own_config = config_of(config)
+        self._own_config = config_from(config)
         plugin = others.pop("gradient_accumulation_plugin", None)
         steps = others.pop("gradient_accumulation_steps", None) if plugin is None else plugin.num_steps
-        refuse_other("gradient_accumulation_steps", steps, self._own_config.accumulation_steps)
+        raise_if_argument_differs("gradient_accumulation_steps", steps, self._own_config.accumulation_steps)
         plugin = plugin or GradientAccumulationPlugin(num_steps=self._own_config.accumulation_steps)
-        refuse_other("mixed_precision", others.pop("mixed_precision", None), self._own_config.autocast_precision)
+        raise_if_argument_differs(
+            "mixed_precision", others.pop("mixed_precision", None), self._own_config.autocast_precision
+        )
         for handler in others.get("kwargs_handlers") or ():
             if isinstance(handler, GradScalerKwargs | AutocastKwargs):
                 raise InvalidRequestError(
-                    f"{type(handler).__name__} was given to an accelerator whose controller scales and casts.",
-                    "Leave it out and put a loss scale into the config.",
+                    f"AutotuneAccelerator takes no {type(handler).__name__}: its controller scales and casts.",
+                    "Leave it out, and set the loss scale in the config.",
                 )
-        # Given explicitly, since otherwise the environment set by `accelerate launch` would count.
+        # Explicit, since Accelerate otherwise reads the environment that `accelerate launch` sets.
         super().__init__(mixed_precision="no", gradient_accumulation_plugin=plugin, **others)
-        if self.distributed_type not in _KNOWN:
+        if self.distributed_type not in _SUPPORTED_TYPES:
             raise InvalidRequestError(
                 f"AutotuneAccelerator cannot train under {self.distributed_type.value}, which casts and scales itself.",
                 "Use it on one device or with DistributedDataParallel; for DeepSpeed write its JSON with "
@@ -127,36 +133,36 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
             )
         self._controller_options = dict(controller_options or {})
         self._rerun = rerun
-        self._holds_loss = False  # while inside `autocast`
-        self._is_last: bool | None = None  # whether the pass is its window's last, in `windows`; None outside
-        self._windowed: Iterable[Any] | None = None  # the loader in `windows`
-        self._begin()
+        self._is_loss_in_autocast = False  # whether the running code is inside `autocast`
+        self._is_last_pass: bool | None = None  # whether the pass is its window's last, in `windows`; None outside
+        self._window_loader: Iterable[Any] | None = None  # the loader in `windows`
+        self._make_controller()
 
-    def _begin(self) -> None:
+    def _make_controller(self) -> None:
         self.controller = PrecisionController(self._own_config, self.device, **self._controller_options)
-        self.controller.on_move(lambda _: self._refuse_other_batches())
+        self.controller.on_move(lambda _: self._raise_if_batches_differ())
         self.scaler = self.controller
         self._is_attached = False
-        self._window = _Scaler(self)
+        self._window = _AcceleratorWindow(self)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Free memory as in Accelerator. The model is detached, and models prepared next start anew."""
+        """Free memory as in Accelerator, detach the model, and make a new controller for models prepared next."""
         self.controller.detach()
-        self._begin()
+        self._make_controller()
         return super().free_memory(*objects)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare a model as in Accelerator. Its forward follows the rung from then on."""
+        """Prepare a model as in Accelerator. Its forward then runs under the current precision's autocast."""
         if not getattr(model, "_is_accelerate_prepared", False):
-            # Wrapped as Accelerate does, so that ``unwrap_model(keep_fp32_wrapper=False)`` can undo it.
-            changed: Any = model
-            changed._original_forward = forward = model.forward
+            # As in Accelerate, so that ``unwrap_model(keep_fp32_wrapper=False)`` restores the forward.
+            patched: Any = model
+            patched._original_forward = forward = model.forward
             if isinstance(forward, MethodType):
-                changed.forward = MethodType(self._in_rung(forward.__func__), model)
+                patched.forward = MethodType(self._under_autocast(forward.__func__), model)
             else:
-                changed.forward = self._in_rung(forward)
+                patched.forward = self._under_autocast(forward)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         is_trained = not evaluation_mode and any(parameter.requires_grad for parameter in prepared.parameters())
         if is_trained and not self._is_attached:
@@ -164,37 +170,37 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
             self._is_attached = True
         return prepared
 
-    def _in_rung(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _under_autocast(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with self._rung():
+            with self._autocast_context():
                 outputs = function(*args, **kwargs)
-            return outputs if self._holds_loss and torch.is_grad_enabled() else convert_to_fp32(outputs)
+            return outputs if self._is_loss_in_autocast and torch.is_grad_enabled() else convert_to_fp32(outputs)
 
         return forward
 
-    def _rung(self) -> AbstractContextManager[object]:
+    def _autocast_context(self) -> AbstractContextManager[object]:
         if not torch.is_grad_enabled():
             return self.controller.validation()
         self._window.end()
-        self._refuse_other_batches()
+        self._raise_if_batches_differ()
         return self.controller.autocast()
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
-        """Run under the current rung's autocast; without autocast for a handler with ``enabled=False``."""
-        is_off = autocast_handler is not None and not autocast_handler.enabled
-        with torch.autocast(self.device.type, enabled=False) if is_off else self._rung():
-            before, self._holds_loss = self._holds_loss, not is_off
+        """Run under the current precision's autocast, or without autocast for a handler with ``enabled=False``."""
+        is_disabled = autocast_handler is not None and not autocast_handler.enabled
+        with torch.autocast(self.device.type, enabled=False) if is_disabled else self._autocast_context():
+            was_loss_in_autocast, self._is_loss_in_autocast = self._is_loss_in_autocast, not is_disabled
             try:
                 yield
             finally:
-                self._holds_loss = before
+                self._is_loss_in_autocast = was_loss_in_autocast
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare an optimizer as in Accelerator. The controller takes its steps."""
+        """Prepare an optimizer as in Accelerator. Its step is skipped if its gradients are not finite."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
         prepared.scaler = self._window
         return prepared
@@ -211,28 +217,28 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         """
         if not self.sync_gradients:
             raise InvalidRequestError(
-                "Gradients are to be unscaled or clipped in the middle of an accumulation window.",
+                "Gradients cannot be unscaled or clipped before the last pass of an accumulation window.",
                 "Write `if accelerator.sync_gradients:` before it.",
             )
-        for one in plain_optimizers(self._optimizers if optimizer is None else optimizer):
-            self._window.unscale_(one)
+        for plain_optimizer in unwrap_optimizers(self._optimizers if optimizer is None else optimizer):
+            self._window.unscale_(plain_optimizer)
 
     def windows(
         self, loader: Iterable[Batch], weigh: Callable[[Batch], float | torch.Tensor] | None = None
     ) -> Iterator[Batch]:
-        """Yield the passes of a prepared loader, at the batch size and accumulation steps of the current rung.
+        """Yield the batches of a prepared loader, at the batch size and accumulation steps of the current precision.
 
         Use ``accumulate`` inside as usual. `weigh` is as in the controller's `windows`: multiply the loss by
         ``controller.window_share`` and by ``gradient_accumulation_steps``, since Accelerate divides by them. A fallback
         with a smaller batch size splits the loader's batches; raises `InvalidRequestError` if they cannot be split.
         """
-        self._windowed = loader
+        self._window_loader = loader
         try:
             for batch, is_last in self.controller.windows(loader, weigh):
-                self._is_last = is_last
+                self._is_last_pass = is_last
                 yield batch
         finally:
-            self._is_last = self._windowed = None
+            self._is_last_pass = self._window_loader = None
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather as in Accelerator, also for an evaluation loop inside `windows`.
@@ -240,43 +246,43 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         Raises `InvalidRequestError` for the loader in `windows`: its batches are prefetched, and Accelerate only knows
         which samples pad the latest one.
         """
-        if self._is_last is None or self.gradient_state.active_dataloader not in (None, self._windowed):
+        if self._is_last_pass is None or self.gradient_state.active_dataloader not in (None, self._window_loader):
             return super().gather_for_metrics(input_data, use_gather_object)
         raise InvalidRequestError(
-            "gather_for_metrics was asked for a batch of accelerator.windows(loader), and cannot tell the samples that "
-            "only fill up the last batch.",
+            "gather_for_metrics cannot gather a batch of accelerator.windows(loader): it does not know which samples "
+            "pad the last batch.",
             "Call accelerator.gather(), or gather_for_metrics in an evaluation loop of its own.",
         )
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Accumulate as in Accelerator; inside `windows` the gradients are complete at the end of the rung's window."""
+        """Accumulate as in Accelerator; inside `windows`, synchronize gradients in the last pass of a window only."""
         with ExitStack() as stack:
-            if self._is_last is None:
+            if self._is_last_pass is None:
                 stack.enter_context(super().accumulate(*models))
             else:
-                self.sync_gradients = self._is_last
-                for model in () if self._is_last else models:
+                self.sync_gradients = self._is_last_pass
+                for model in () if self._is_last_pass else models:
                     stack.enter_context(self.no_sync(model))
             yield
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Return the divisor of the loss in `backward`: inside `windows` the number of passes of the current window."""
-        return self.controller.window_size if self._is_last is not None else int(self.gradient_state.num_steps)
+        return self.controller.window_size if self._is_last_pass is not None else int(self.gradient_state.num_steps)
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         self.gradient_state.plugin_kwargs.update({"num_steps": steps})
 
-    def _refuse_other_batches(self) -> None:
-        if self._is_last is None:
-            refuse_other_window(
+    def _raise_if_batches_differ(self) -> None:
+        if self._is_last_pass is None:
+            raise_if_window_differs(
                 self.controller,
                 self._own_config,
-                "the loop takes the latter",
-                "Loop over accelerator.windows(loader), which splits them, or save_state() and start again with the "
-                "error's config.",
+                "the loop keeps the batch size of its loader",
+                "Loop over accelerator.windows(loader), which splits its batches, or save_state() and start "
+                "again with the error's config.",
             )
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
@@ -285,8 +291,11 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         return super().save_state(*args, **kwargs)
 
 
-class _Scaler(Window):
-    """Scaler of prepared optimizers. If not all of them step, the next pass ends the window."""
+class _AcceleratorWindow(AccumulationWindow):
+    """Accumulation window that serves as the scaler of prepared optimizers.
+
+    If not all of them step, the next forward pass ends the window.
+    """
 
     def __init__(self, accelerator: AutotuneAccelerator) -> None:
         super().__init__(accelerator.controller)
@@ -294,9 +303,9 @@ class _Scaler(Window):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer unless the step is to be skipped. Raises `InvalidRequestError` for a closure."""
-        if any(given is not None for given in (*args, *kwargs.values())):
+        if any(argument is not None for argument in (*args, *kwargs.values())):
             raise InvalidRequestError(
-                "An optimizer's step was given a closure, whose gradients nobody would check.",
+                "AutotuneAccelerator supports no optimizer step with a closure: its gradients would go unchecked.",
                 "Call backward() before step(), and step() without a closure.",
             )
         return super().step(optimizer)
@@ -319,11 +328,11 @@ def grad_scaler_kwargs(config: AmpConfig) -> GradScalerKwargs:
     return GradScalerKwargs(**{name: getattr(scale, name) for name in SCALER_ARGUMENTS})
 
 
-def plain_optimizers(given: Any) -> list[torch.optim.Optimizer]:
-    """Return one or several optimizers without Accelerate's wrappers."""
-    found = []
-    for one in given if isinstance(given, tuple | list) else [given]:
-        while isinstance(one, AcceleratedOptimizer):
-            one = one.optimizer
-        found.append(one)
-    return found
+def unwrap_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
+    """Return an optimizer, or each of a list or tuple, without Accelerate's wrappers."""
+    plain = []
+    for optimizer in optimizers if isinstance(optimizers, tuple | list) else [optimizers]:
+        while isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        plain.append(optimizer)
+    return plain

@@ -1,4 +1,4 @@
-"""Common parts of all adapters to frameworks: the config, contradictions to it, accumulation windows, and metrics."""
+"""Functions that all adapters to frameworks share: checks against the config, accumulation windows, and metrics."""
 
 from __future__ import annotations
 
@@ -15,76 +15,80 @@ from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import metric_values
 
 
-def config_of(given: AmpConfig | Recommendation) -> AmpConfig:
-    """Return the config itself, or the config of a recommendation."""
-    return given if isinstance(given, AmpConfig) else given.config
+def config_from(source: AmpConfig | Recommendation) -> AmpConfig:
+    """Return `source` if it is a config, else the config of the recommendation."""
+    return source if isinstance(source, AmpConfig) else source.config
 
 
-def refuse_other(name: str, given: object, wanted: object) -> None:
-    """Raise `InvalidRequestError` if a framework's argument is given and differs from the config's value."""
-    if given is not None and given != wanted:
+def raise_if_argument_differs(name: str, argument: object, config_value: object) -> None:
+    """Raise `InvalidRequestError` if a framework's argument is not None and differs from the config's value."""
+    if argument is not None and argument != config_value:
         raise InvalidRequestError(
-            f"{name}={given!r} contradicts the config, which says {wanted!r}.",
+            f"{name}={argument!r} contradicts the config, which says {config_value!r}.",
             f"Leave {name} out: the config decides it.",
         )
 
 
-def refuse_other_window(controller: PrecisionController, own: AmpConfig, why: str, next_step: str) -> None:
-    """Raise `DemotedError` if the current rung was measured with another batch size or accumulation than the run's own.
+def raise_if_window_differs(
+    controller: PrecisionController, run_config: AmpConfig, reason: str, next_step: str
+) -> None:
+    """Raise `DemotedError` if batch size or accumulation steps of the current precision differ from `run_config`.
 
-    `why` is the message's explanation of why this ends the run.
+    `reason` is the part of the message on why the framework cannot change them, `next_step` the error's next step.
     """
-    plan = controller.config
-    if (plan.batch_size, plan.accumulation_steps) == (own.batch_size, own.accumulation_steps):
+    current = controller.config
+    if (current.batch_size, current.accumulation_steps) == (run_config.batch_size, run_config.accumulation_steps):
         return
-    move = next(m for m in reversed(controller.status().history) if m.before != m.after == plan.precision)
+    move = next(m for m in reversed(controller.status().history) if m.before != m.after == current.precision)
     raise DemotedError(
         f"The precision went from {move.before} to {move.after}: {move.reason}. It was measured with batch size "
-        f"{plan.batch_size} and {plan.accumulation_steps} accumulation steps, not {own.batch_size} and "
-        f"{own.accumulation_steps}: {why}.",
+        f"{current.batch_size} and {current.accumulation_steps} accumulation steps, not {run_config.batch_size} and "
+        f"{run_config.accumulation_steps}: {reason}.",
         next_step,
-        plan,
+        current,
     )
 
 
-def numbers(controller: PrecisionController) -> dict[str, float]:
-    """Return the numeric metrics by name, for a framework's loggers. Synchronizes with the device."""
+def numeric_metrics(controller: PrecisionController) -> dict[str, float]:
+    """Return the controller's numeric metrics by name, for a framework's loggers. Synchronizes with the device."""
     return {name: value for name, value in metric_values(controller.status()).items() if not isinstance(value, str)}
 
 
-def lasting(scheduler: Any) -> Any:
-    """Return the scheduler, changed to stay at its end instead of raising: a trial may take more steps."""
+def hold_after_last_step(scheduler: Any) -> Any:
+    """Change the scheduler to keep its last learning rate instead of raising at its end, and return it.
+
+    A trial may take more steps than the schedule has.
+    """
     step = scheduler.step
 
-    def step_on(*args: Any, **kwargs: Any) -> None:
-        with contextlib.suppress(ValueError):  # OneCycleLR's
+    def step_or_hold(*args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(ValueError):  # raised by OneCycleLR after its total_steps
             step(*args, **kwargs)
 
-    scheduler.step = step_on
+    scheduler.step = step_or_hold
     return scheduler
 
 
 @contextlib.contextmanager
-def replaced(holder: Any, **attributes: Any) -> Iterator[None]:
-    """Set attributes on an object temporarily."""
-    own = vars(holder)
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
+def replace_attributes(holder: Any, **attributes: Any) -> Iterator[None]:
+    """Set attributes of `holder` itself within the context, and restore them afterwards."""
+    attributes_now = vars(holder)
+    original = {name: attributes_now[name] for name in attributes if name in attributes_now}
+    attributes_now.update(attributes)
     try:
         yield
     finally:
         for name in attributes:
-            own.pop(name, None)
-        own.update(before)
+            attributes_now.pop(name, None)
+        attributes_now.update(original)
 
 
-class Window:
-    """Accumulation window of a controller, in which each optimizer is unscaled once, and which ends when all have
-    stepped.
+class AccumulationWindow:
+    """State of an accumulation window: the optimizers that were unscaled, each once, and those that have stepped.
 
-    A framework requests unscaling before clipping and again before the step, and updates its scaler after each
-    optimizer: the scale, and here the precision, would change between two optimizers whose gradients come from one
-    backward pass.
+    Frameworks call `unscale_` before clipping and again before the step. They also update the scaler after each
+    optimizer, which would change scale and precision between two optimizers with gradients of the same backward pass;
+    here the caller calls `end` after the last one.
     """
 
     def __init__(self, controller: PrecisionController) -> None:
@@ -94,7 +98,7 @@ class Window:
 
     @property
     def num_stepped(self) -> int:
-        """Return the number of optimizers that have stepped or skipped their step in the window."""
+        """Return the number of optimizers for which `step` was called in the window."""
         return len(self._stepped)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -105,17 +109,17 @@ class Window:
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer unless the step is to be skipped, and return the controller's result."""
-        taken = self._controller.step(optimizer, *args, **kwargs)
+        result = self._controller.step(optimizer, *args, **kwargs)
         self._stepped.add(id(optimizer))
-        return taken
+        return result
 
     def clear(self) -> None:
-        """Start a new window without ending this one."""
+        """Forget the optimizers of this window, without updating the controller."""
         self._unscaled.clear()
         self._stepped.clear()
 
     def end(self) -> None:
-        """End the window if any optimizer has stepped in it: the scale and the precision may change."""
+        """End the window and update the controller's scale and precision; do nothing if no optimizer has stepped."""
         if self._stepped:
             self.clear()
             self._controller.update()

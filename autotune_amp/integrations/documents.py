@@ -14,9 +14,9 @@ def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str,
     """Return the content of the file that ``accelerate config`` writes, for one process on one device (keys as of
     Accelerate 1.15).
 
-    It holds the precision, the device and the dynamo plugin; Accelerate refuses other keys. A plain Accelerator pins no
-    modules, and on a CPU it neither casts to fp16 nor scales: there the precision is ``"no"``, fp32 instead of a
-    precision that was not measured. For fp8 it holds the bf16 of the other layers; ``prepare`` sets up the fp8 layers.
+    It has the precision, the device and the dynamo plugin; Accelerate refuses other keys. The precision is ``"no"``
+    (fp32) if modules are pinned or for fp16 on a CPU, which a plain Accelerator cannot train. For fp8 it is the bf16 of
+    the other layers; ``prepare`` sets up the fp8 layers.
     """
     is_cast = config.precision in AUTOCAST_DTYPES and (device_type, config.precision) != ("cpu", "fp16")
     return {
@@ -57,7 +57,7 @@ def deepspeed_config(config: AmpConfig) -> dict[str, Any]:
     if scale is not None:
         if scale.init_scale < 1:
             raise InvalidRequestError(
-                f"DeepSpeed cannot hold the initial loss scale {scale.init_scale!r}: its least scale is 1.",
+                f"DeepSpeed cannot represent the initial loss scale {scale.init_scale!r}: its least scale is 1.",
                 "Train a loss that is a mean rather than a sum, or export to another framework.",
             )
         fp16 = {
@@ -66,7 +66,7 @@ def deepspeed_config(config: AmpConfig) -> dict[str, Any]:
             "initial_scale_power": math.floor(math.log2(scale.init_scale)),
             "loss_scale_window": scale.growth_interval,
             "hysteresis": scale.hysteresis,
-            "consecutive_hysteresis": False,  # restarted when the scale grows, as in `LossScale`
+            "consecutive_hysteresis": False,  # its count restarts when the scale grows, as in `LossScale`
             "min_loss_scale": max(1, math.floor(scale.floor)),
         }
     return {

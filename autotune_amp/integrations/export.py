@@ -1,11 +1,11 @@
 """Export of a recommendation for training frameworks: text to paste, a file to launch with, or lines for the shell.
 
-Pure, and without importing the framework. Each Python text leaves `dataset`, `model`, `optimizer` and
-`compute_loss(model, batch)` to the script it is pasted into, and `count(batch)` if the batches of a window have unequal
-weights. Parts of a config that a text does not express are named in a comment, including fields added later.
+Pure, and without importing the framework. The script into which a Python text is pasted has to define `dataset`,
+`model`, `optimizer` and `compute_loss(model, batch)`, and `count(batch)` if the batches of a window have unequal
+weights. Values that a framework cannot express are named in comments, for DeepSpeed on standard error.
 
-A file is only written over an earlier export. Values that a framework has no place for are named in comments, for
-DeepSpeed on standard error. A training with its own `train_step` can only be exported to `torch` and `accelerate`.
+A file is only written over an earlier export. A training with its own `train_step` can only be exported to `torch` and
+`accelerate`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 Target: TypeAlias = Literal["lightning", "transformers", "accelerate", "deepspeed", "torch", "env"]
 TARGETS: tuple[Target, ...] = get_args(Target)
-_MARK = "autotune-amp export of"  # start of a text's first line, which names its origin
-_STEPPING = ("lightning", "transformers", "deepspeed")  # targets whose trainers and engines take the training steps
+_MARK = "autotune-amp export of"  # start of the first line of every exported text
+_WITHOUT_OWN_LOOP = ("lightning", "transformers", "deepspeed")  # their trainers and engines run the steps themselves
 
 
 class Export(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,66 +58,66 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def setting_of(recommendation: Recommendation, origin: str) -> Exportable:
-    """Return the parts of a recommendation that are exported. `origin` is a line that names its origin."""
+def export_source(recommendation: Recommendation, origin: str) -> ExportSource:
+    """Return the parts of a recommendation that are exported. `origin` is a line with its study, setting and speed."""
     evidence, workload = recommendation.evidence, recommendation.workload
-    found = evidence.accumulation
-    return Exportable(
+    check = evidence.accumulation
+    return ExportSource(
         recommendation.config,
         recommendation.hardware.identity.type,
-        loss=found.verdict if found is not None and found.verdict in ("sum", "weighted") else "mean",
-        share=f"({found.weighted_by})" if found is not None and found.weighted_by else "what the loss is a mean over",
+        loss=check.verdict if check is not None and check.verdict in ("sum", "weighted") else "mean",
+        share=f"({check.weighted_by})" if check is not None and check.weighted_by else "the items of the loss's mean",
         is_loop=workload is not None and workload.is_loop,
         origin=origin,
     )
 
 
-def export(setting: Exportable, to: str) -> Export:
+def export(setting: ExportSource, to: str) -> Export:
     """Return the text for the target named `to`.
 
-    Raises `InvalidRequestError` for a name not in `TARGETS`, and for a training that the framework cannot do at all.
+    Raises `InvalidRequestError` for a name not in `TARGETS`, and for a training that the framework cannot run.
     """
     target = next((name for name in TARGETS if name == to), None)
     if target is None:
-        raise InvalidRequestError(f"There is no export to {to!r}.", f"Name one of {', '.join(TARGETS)} or slurm.")
-    if setting.is_loop and target in _STEPPING:
+        raise InvalidRequestError(f"There is no export to {to!r}.", f"Use one of {', '.join(TARGETS)} or slurm.")
+    if setting.is_loop and target in _WITHOUT_OWN_LOOP:
         raise InvalidRequestError(
-            f"There is no export to {target} of a training with a train_step of its own: {target} takes the steps.",
+            f"A training with its own train_step cannot be exported to {target}, which runs the steps itself.",
             "Export it with --to torch or --to accelerate, which call train_step(state, batch, amp).",
         )
     if target == "deepspeed":
         document = json.dumps(deepspeed_config(setting.config), indent=2)
-        return Export(to=target, text=f"{document}\n", notes=tuple(beside_deepspeed(setting)))
+        return Export(to=target, text=f"{document}\n", notes=tuple(deepspeed_notes(setting)))
     return Export(to=target, text=_TEXTS[target](setting))
 
 
-def accelerate_file(setting: Exportable) -> Export:
+def accelerate_file(setting: ExportSource) -> Export:
     """Return the file for ``accelerate launch --config_file``, with comments for the parts that belong to the script.
 
-    `notes` name the settings that a plain Accelerator cannot train.
+    `notes` name a precision that a plain Accelerator cannot train in.
     """
-    written = accelerate_config(setting.config, setting.device_type)
-    written.pop("dynamo_config", None)  # the script compiles
+    launch_config = accelerate_config(setting.config, setting.device_type)
+    launch_config.pop("dynamo_config", None)  # the script compiles
     script = ExportedScript(setting, "", "This file", "the script that `autotune-amp export --to accelerate` prints")
     notes: tuple[str, ...] = ()
-    if setting.config.precision in AUTOCAST_DTYPES and written["mixed_precision"] == "no":
+    if setting.config.precision in AUTOCAST_DTYPES and launch_config["mixed_precision"] == "no":
         pinned = "".join(f", with {name} in fp32" for name in setting.config.pinned_modules)
-        what = f"{setting.config.precision} on {setting.device_type}{pinned}"
-        notes = (f"A plain Accelerator cannot train {what}: under this file it trains all in fp32.",)
-    elif setting.config.precision != "fp8":  # the script makes its layers
-        script.said.add("precision")
+        combination = f"{setting.config.precision} on {setting.device_type}{pinned}"
+        notes = (f"A plain Accelerator cannot train {combination}: with this file it trains in fp32.",)
+    elif setting.config.precision != "fp8":  # whose layers the script sets up
+        script.handled.add("precision")
     script.comments[:0] = [
         f"The script has to make its accelerator with {_ACCELERATOR}, which sets the precision itself.",
         *notes,
         "accelerate launch --config_file THIS_FILE SCRIPT.py",
     ]
-    # JSON's strings, numbers and booleans are YAML's; unquoted, ``NO`` would be false.
-    script.lines += [f"{name}: {json.dumps(value)}" for name, value in written.items()]
+    # JSON values are YAML values too; without quotes, YAML reads ``NO`` as false.
+    script.lines += [f"{name}: {json.dumps(value)}" for name, value in launch_config.items()]
     return Export(to="accelerate", text=script.source(), notes=notes)
 
 
 def is_exported(text: str) -> bool:
-    """Return whether a text was written by an export: by its first line, or for DeepSpeed's JSON by its keys."""
+    """Whether a text was written by an export, by its first line, or by the keys of DeepSpeed's JSON."""
     if text.removeprefix(SHEBANG).startswith(f"# {_MARK}"):
         return True
     try:
@@ -129,19 +129,19 @@ def is_exported(text: str) -> bool:
 
 
 SHEBANG = "#!/usr/bin/env bash\n"
-WIDTH = 100  # of a line, if it can be broken
-KEPT_FLAGS = "Measured with the script's own TF32 flags and autocast: they stay as they are."
+WIDTH = 100  # characters of a line, if it can be broken
+UNCHANGED_FLAGS = "Measured with the script's own TF32 flags and autocast: they are kept."
 SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
 @dataclass(frozen=True)
-class Exportable:
-    """Config with the other parts of a recommendation that are exported.
+class ExportSource:
+    """Parts of a recommendation that are exported: its config, device and loop.
 
     loss: how the losses of an accumulation window add up to that of the whole batch.
-    share: in words, the quantity that a batch's weight is a share of, if `loss` is "weighted".
+    share: if `loss` is "weighted", the items in words that weigh a batch, such as ``(labels != -100)``.
     is_loop: the training has its own ``train_step(state, batch, amp)``.
-    origin: a line that names the origin of the config.
+    origin: a line with the study, setting and speed.
     """
 
     config: AmpConfig
@@ -151,45 +151,45 @@ class Exportable:
     is_loop: bool = False
     origin: str = ""
 
-    def divided_by(self, framework: str) -> list[str]:
-        """Return comments on scaling the loss, if the framework's division by the steps does not suffice."""
+    def loss_division_comments(self, framework: str) -> list[str]:
+        """Return a comment on how to scale the loss, if dividing it by the accumulation steps is not correct."""
         steps = self.config.accumulation_steps
         if steps == 1 or self.loss == "mean":
             return []
-        what = f"it is a sum: multiply it by {steps}"
+        instruction = f"this loss is a sum: multiply it by {steps}"
         if self.loss == "weighted":
-            what = f"multiply it by {steps} and by the batch's share of all {self.share} in them"
-        return [f"{framework} divides the loss by the {steps} batches of a step; {what}."]
+            instruction = f"multiply it by {steps} and by the batch's share of all {self.share} in them"
+        return [f"{framework} divides the loss by the {steps} batches of a step; {instruction}."]
 
 
 class ExportedScript:
-    """Source text under construction: comments, imports, lines. Fields of the config not in `said` become a comment.
+    """Source text under construction: comments, imports, lines. A comment names the config's fields not in `handled`.
 
-    holder, way_out: names in that comment: the text without a place for the fields, and one that has it.
+    target_label, alternative: subjects of that comment: the text that lacks the fields, and one that has them.
     """
 
-    def __init__(self, setting: Exportable, target: str, holder: str = "", way_out: str = "") -> None:
+    def __init__(self, setting: ExportSource, target: str, target_label: str = "", alternative: str = "") -> None:
         self.setting = setting
         self.comments: list[str] = []
         self.lines: list[str] = []
         self.imports: set[str] = set()
-        self.said = {"environment"}  # fields of the config that need no comment
-        self.unsaid: list[str] = []
-        self._holder, self._way_out = holder, way_out
+        self.handled = {"environment"}  # names of fields that need no comment
+        self.missing: list[str] = []
+        self._target_label, self._alternative = target_label, alternative
         for dimension in DIMENSIONS:
             lines = dimension.export(getattr(setting.config, dimension.name), target)
             if lines is not None:
-                self.said.add(dimension.name)
+                self.handled.add(dimension.name)
                 self.lines += lines
         if exports := export_lines(setting.config):
             self.comments += ["Before Python starts, in the shell:", *(f"  {line}" for line in exports)]
 
     def source(self) -> str:
-        """Return the whole text."""
-        if unsaid := [*self.unsaid, *unsaid_of(self.setting.config, self.said)]:
-            self.comments.append(f"{self._holder} has no place for {'; '.join(unsaid)}: {self._way_out} has.")
+        """Return the text: origin, comments, imports, lines."""
+        if missing := [*self.missing, *unexpressed_fields(self.setting.config, self.handled)]:
+            self.comments.append(f"{self._target_label} cannot express {'; '.join(missing)}: {self._alternative} can.")
         imports = sorted(self.imports, key=lambda line: (line.startswith("from "), line))
-        comments = [line for comment in self.comments for line in wrapped(comment)]
+        comments = [line for comment in self.comments for line in comment_lines(comment)]
         parts = ["\n".join(comments), "\n".join(imports), "\n".join(self.lines)]
         origin = origin_comment(self.setting.origin) if self.setting.origin else []
         return "\n".join([*origin, "\n\n".join(filter(None, parts)), ""])
@@ -197,13 +197,13 @@ class ExportedScript:
     def add_prepared(self, config: str) -> None:
         """Add ``prepare(...)`` for the config's changes to model and optimizer; `config` is its source."""
         if self.setting.config.active_variants:
-            self.said.update(VARIANT_VALUES)
+            self.handled.update(VARIANT_VALUES)
             self.imports.add("from autotune_amp import prepare")
             self.lines.append(f"model, optimizer = prepare({config}, model, optimizer)  # on their device")
 
     def add_config(self) -> None:
         """Add ``config = AmpConfig(...)``."""
-        self.said.update(self.setting.config.__struct_fields__)
+        self.handled.update(self.setting.config.__struct_fields__)
         source = f"config = {_source(self.setting.config)}"
         self.lines.append(source)
         classes = [kind.__name__ for kind in (AmpConfig, FallbackPlan, LossScale) if f"{kind.__name__}(" in source]
@@ -211,30 +211,30 @@ class ExportedScript:
 
     def add_loader(self) -> None:
         """Add ``loader = DataLoader(...)``."""
-        self.said |= {"batch_size", "num_workers"}
+        self.handled |= {"batch_size", "num_workers"}
         self.imports.add("from torch.utils.data import DataLoader")
         self.lines += [LOADER_COMMENT, loader_line(self.setting.config)]
 
 
-def unsaid_of(config: AmpConfig, said: Collection[str]) -> list[str]:
-    """Return short texts for the config's fields that are not in `said`, without those at their default."""
-    others = {name: value for name, value in _set_fields(config) if name not in said}
+def unexpressed_fields(config: AmpConfig, handled: Collection[str]) -> list[str]:
+    """Return short texts for the config's fields that are not in `handled` and differ from their default."""
+    fields = {name: value for name, value in _changed_fields(config) if name not in handled}
     plans = ", ".join(plan.precision for plan in config.plans)
-    return [f"the fallback to {plans}" if n == "fallback" else f"{n}={_inline(v)}" for n, v in others.items()]
+    return [f"the fallback to {plans}" if n == "fallback" else f"{n}={_source_in_line(v)}" for n, v in fields.items()]
 
 
-def _set_fields(value: msgspec.Struct) -> list[tuple[str, object]]:
-    """Return the names and values of the fields that have no default or another value."""
-    fields = ((one, getattr(value, one.name)) for one in msgspec.structs.fields(value))
-    return [(one.name, found) for one, found in fields if one.required or found not in (one.default, (), {})]
+def _changed_fields(value: msgspec.Struct) -> list[tuple[str, object]]:
+    """Return the names and values of the fields that have no default or differ from it."""
+    fields = ((field, getattr(value, field.name)) for field in msgspec.structs.fields(value))
+    return [(field.name, item) for field, item in fields if field.required or item not in (field.default, (), {})]
 
 
-def keywords(arguments: Iterable[tuple[str, object]], indent: str = "") -> list[str]:
+def keyword_sources(arguments: Iterable[tuple[str, object]], indent: str = "") -> list[str]:
     """Return keyword arguments as source, from names and values."""
     return [f"{name}={_source(value, indent)}" for name, value in arguments]
 
 
-def call(head: str, arguments: Sequence[str], tail: str = ")", indent: str = "") -> str:
+def call_source(head: str, arguments: Sequence[str], tail: str = ")", indent: str = "") -> str:
     """Return ``head``, the arguments and ``tail`` on one line if they fit, else each argument on its own line."""
     line = f"{head}{', '.join(arguments)}{tail}"
     if len(indent) + len(line) <= WIDTH and "\n" not in line:
@@ -242,8 +242,8 @@ def call(head: str, arguments: Sequence[str], tail: str = ")", indent: str = "")
     return "\n".join([head, *(f"{indent}    {argument}," for argument in arguments), f"{indent}{tail}"])
 
 
-def wrapped(comment: str) -> list[str]:
-    """Return a comment's lines, for Python, YAML or the shell."""
+def comment_lines(comment: str) -> list[str]:
+    """Return the comment as lines that begin with ``#``, for Python, YAML or the shell."""
     if comment.startswith(" "):
         return [f"# {comment}"]  # a line to copy
     wrapper = textwrap.TextWrapper(
@@ -254,28 +254,28 @@ def wrapped(comment: str) -> list[str]:
 
 def origin_comment(origin: str) -> list[str]:
     """Return the first lines of a text, by which `is_exported` recognizes it."""
-    return wrapped(f"{_MARK} {origin}")
+    return comment_lines(f"{_MARK} {origin}")
 
 
 def _source(value: object, indent: str = "") -> str:
     """Return a value as source, without fields at their default."""
     inner = f"{indent}    "
     if isinstance(value, msgspec.Struct):
-        return call(f"{type(value).__name__}(", keywords(_set_fields(value), inner), indent=indent)
+        return call_source(f"{type(value).__name__}(", keyword_sources(_changed_fields(value), inner), indent=indent)
     if isinstance(value, tuple):
-        return call("[", [_source(part, inner) for part in value], "]", indent)
+        return call_source("[", [_source(part, inner) for part in value], "]", indent)
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str | dict) else repr(value)
 
 
-def _inline(value: object) -> str:
+def _source_in_line(value: object) -> str:
     return " ".join(_source(value).split())
 
 
-_ATTACH = "attach(model)  # the one in the state whose layers are in fp8"
+_ATTACH = "attach(model)  # the model of the state that has fp8 layers"
 _ACCELERATOR = "autotune_amp.integrations.accelerate.AutotuneAccelerator"
 
 
-def torch(setting: Exportable) -> str:
+def torch(setting: ExportSource) -> str:
     """Return a training loop in plain PyTorch, or with the controller if plain PyTorch cannot train as measured."""
     script, config = ExportedScript(setting, "torch", "PyTorch", "autotune_amp.PrecisionController"), setting.config
     if setting.is_loop:
@@ -284,19 +284,19 @@ def torch(setting: Exportable) -> str:
     if config.pinned_modules or (setting.loss == "weighted" and has_accumulation(config)):
         loss = _loss(script, "controller.window_size", "controller.window_share")
         return _controlled(script, controlled_loop(_windows(setting), loss))
-    if unsaid := {name: value for name, value in config.active_variants.items() if name not in script.said}:
+    if missing := {name: value for name, value in config.active_variants.items() if name not in script.handled}:
         bare = AmpConfig.of(
             Setting(precision=config.precision, batch_size=config.batch_size), loss_scale=config.loss_scale
         )
-        script.add_prepared(_source(msgspec.structs.replace(bare, **unsaid)))
+        script.add_prepared(_source(msgspec.structs.replace(bare, **missing)))
         script.imports.add("from autotune_amp.core.config import AmpConfig")
     steps = config.accumulation_steps
-    script.said |= {"precision", "as_found", "accumulation_steps", "loss_scale"}
+    script.handled |= {"precision", "as_found", "accumulation_steps", "loss_scale"}
     dtype = AUTOCAST_DTYPES.get(config.precision)
     if dtype is not None or (setting.device_type == "cuda" and not config.as_found):
         script.imports.add("import torch")
     if config.as_found:
-        script.comments.append(KEPT_FLAGS)
+        script.comments.append(UNCHANGED_FLAGS)
     elif setting.device_type == "cuda":  # TF32 flags matter only there
         script.lines += strict_flag_lines(config.precision)
     script.add_loader()
@@ -306,10 +306,10 @@ def torch(setting: Exportable) -> str:
     backward, step = "loss.backward()", ["optimizer.step()"]
     if (scale := config.loss_scale) is not None:
         bounds = {"hysteresis": scale.hysteresis, "min_scale": scale.floor, "max_scale": scale.max_scale}
-        script.unsaid = [f"{name}={value!r}" for name, value in bounds.items() if (name, value) != ("hysteresis", 1)]
-        taken = keywords((name, getattr(scale, name)) for name in SCALER_ARGUMENTS)
-        arguments = [f'"{setting.device_type}"', *taken]
-        script.lines.append(call("scaler = torch.amp.GradScaler(", arguments))
+        script.missing = [f"{name}={value!r}" for name, value in bounds.items() if (name, value) != ("hysteresis", 1)]
+        scaler_arguments = keyword_sources((name, getattr(scale, name)) for name in SCALER_ARGUMENTS)
+        arguments = [f'"{setting.device_type}"', *scaler_arguments]
+        script.lines.append(call_source("scaler = torch.amp.GradScaler(", arguments))
         backward, step = "scaler.scale(loss).backward()", ["scaler.step(optimizer)", "scaler.update()"]
     step = [*step, "optimizer.zero_grad()"]
     if steps == 1:
@@ -322,13 +322,13 @@ def torch(setting: Exportable) -> str:
     return script.source()
 
 
-def accelerate(setting: Exportable) -> str:
-    """Return a loop with `AutotuneAccelerator`, which trains as measured: loss under autocast, pins, fallbacks."""
+def accelerate(setting: ExportSource) -> str:
+    """Return a loop with `AutotuneAccelerator`: the loss under autocast, pinned modules and fallbacks as measured."""
     script = ExportedScript(setting, "accelerate")
     script.imports.add("from autotune_amp.integrations.accelerate import AutotuneAccelerator")
     script.add_config()
     arguments = ["cpu=True"] if setting.device_type == "cpu" else []
-    script.lines.append(call("accelerator = AutotuneAccelerator(", ["config", *arguments]))
+    script.lines.append(call_source("accelerator = AutotuneAccelerator(", ["config", *arguments]))
     if setting.config.active_variants:
         script.lines.append("model = model.to(accelerator.device)")
     script.add_prepared("config")
@@ -349,12 +349,12 @@ def accelerate(setting: Exportable) -> str:
     return script.source()
 
 
-def lightning(setting: Exportable) -> str:
-    """Return a Trainer with `AutotunePrecision`, which holds all of the config except batch size and workers."""
+def lightning(setting: ExportSource) -> str:
+    """Return a Trainer with `AutotunePrecision`, and a DataLoader with the config's batch size and workers."""
     script = ExportedScript(setting, "lightning")
     script.imports.add("from autotune_amp.integrations.lightning import trainer_arguments")
     script.imports.add("from lightning.pytorch import Trainer")
-    script.comments += setting.divided_by("Lightning")
+    script.comments += setting.loss_division_comments("Lightning")
     script.add_config()
     script.add_loader()
     script.lines += [
@@ -365,58 +365,58 @@ def lightning(setting: Exportable) -> str:
     return script.source()
 
 
-def transformers(setting: Exportable) -> str:
+def transformers(setting: ExportSource) -> str:
     """Return TrainingArguments and an `AutotuneTrainer`, which adds loss scale, fallbacks and pinned modules."""
     script = ExportedScript(setting, "transformers")
     script.imports.add("from autotune_amp.integrations.transformers import AutotuneTrainer")
     script.imports.add("from transformers import TrainingArguments")
-    script.comments += setting.divided_by("Where the loss is the script's own, Trainer")
+    script.comments += setting.loss_division_comments("Where the loss is the script's own, Trainer")
     script.add_config()
     arguments = {"output_dir": "output", **training_arguments(setting.config)}
     if setting.device_type == "cpu":
         arguments["use_cpu"] = True
-    script.lines.append(call("arguments = TrainingArguments(", keywords(arguments.items())))
-    given = ["model=model", "args=arguments", "train_dataset=dataset", "amp_config=config"]
-    script.lines += [call("trainer = AutotuneTrainer(", given), "# trainer.train()"]
+    script.lines.append(call_source("arguments = TrainingArguments(", keyword_sources(arguments.items())))
+    trainer_arguments = ["model=model", "args=arguments", "train_dataset=dataset", "amp_config=config"]
+    script.lines += [call_source("trainer = AutotuneTrainer(", trainer_arguments), "# trainer.train()"]
     return script.source()
 
 
-def env(setting: Exportable) -> str:
-    """Return lines for the shell that starts the training run, with a comment on the rest of the config."""
+def env(setting: ExportSource) -> str:
+    """Return ``export`` lines for the shell that starts the training run, with a comment on the other settings."""
     script = ExportedScript(setting, "env", "The shell", "the script that another --to prints")
     script.comments.clear()
     script.lines = export_lines(setting.config) or ["# The config sets no environment variables."]
     return script.source()
 
 
-def beside_deepspeed(setting: Exportable) -> list[str]:
-    """Return sentences on the origin of DeepSpeed's JSON and on parts of the config that it cannot express."""
-    config, found = setting.config, [f"{setting.origin}."] if setting.origin else []
+def deepspeed_notes(setting: ExportSource) -> list[str]:
+    """Return sentences on the origin of DeepSpeed's JSON, and on settings that it cannot express."""
+    config, notes = setting.config, [f"{setting.origin}."] if setting.origin else []
     if config.precision in AUTOCAST_DTYPES:
         name = config.autocast_precision
-        kept = f"DeepSpeed's {name} keeps the weights in {name} with an fp32 copy"
-        found.append(f"{kept}; measured was autocast over fp32 weights.")
+        storage = f"DeepSpeed's {name} keeps the weights in {name} with an fp32 copy"
+        notes.append(f"{storage}; the search measured autocast over fp32 weights.")
     if config.as_found:
-        found.append(KEPT_FLAGS)
+        notes.append(UNCHANGED_FLAGS)
     elif config.precision == "tf32":
-        found.append('TF32 has no key: call torch.set_float32_matmul_precision("high") in the script.')
+        notes.append('TF32 has no key: call torch.set_float32_matmul_precision("high") in the script.')
     if config.loss_scale is not None:
-        found.append(f"DeepSpeed rounds what was measured, {_inline(config.loss_scale)}, and has no upper bound.")
-    said = {"batch_size", "accumulation_steps", "loss_scale", "as_found"}
+        notes.append(f"DeepSpeed rounds the measured {_source_in_line(config.loss_scale)}, and has no upper bound.")
+    handled = {"batch_size", "accumulation_steps", "loss_scale", "as_found"}
     if config.precision != "fp8":
-        said.add("precision")
-    if unsaid := unsaid_of(config, said):
-        found.append(f"The JSON has no place for {'; '.join(unsaid)}: another --to has.")
-    return [*found, *setting.divided_by("DeepSpeed")]
+        handled.add("precision")
+    if missing := unexpressed_fields(config, handled):
+        notes.append(f"The JSON cannot express {'; '.join(missing)}: another --to can.")
+    return [*notes, *setting.loss_division_comments("DeepSpeed")]
 
 
-_TEXTS: dict[str, Callable[[Exportable], str]] = {
+_TEXTS: dict[str, Callable[[ExportSource], str]] = {
     text.__name__: text for text in (accelerate, lightning, torch, transformers, env)
 }
 
 
 def _controlled(script: ExportedScript, lines: Sequence[str]) -> str:
-    """Return a training loop with the PrecisionController, which sets the TF32 flags itself."""
+    """Return a script with a PrecisionController and these lines. The controller sets the TF32 flags."""
     script.imports.add("from autotune_amp import PrecisionController")
     script.add_config()
     script.add_loader()
@@ -429,22 +429,22 @@ def _block(head: str, body: Sequence[str]) -> list[str]:
     return [head, *(f"    {line}" for line in body)]
 
 
-def _windows(setting: Exportable) -> str:
+def _windows(setting: ExportSource) -> str:
     """Return the source of the arguments of `windows`."""
     return "loader, weigh=count" if setting.loss == "weighted" and has_accumulation(setting.config) else "loader"
 
 
 def _loss(script: ExportedScript, steps: str, share: str, *, is_divided: bool = False) -> str:
-    """Return the source of the expression to run backward from.
+    """Return the source of the expression for the loss to run backward from.
 
-    `steps` is the source of the current rung's accumulation steps, `share` that of a batch's share of its window.
+    `steps` is the source of the accumulation steps, `share` that of a batch's share of its window.
     `is_divided`: the framework divides the loss by the steps.
     """
     setting = script.setting
     if not has_accumulation(setting.config):
         return LOSS
     if setting.loss == "weighted":
-        script.comments.append(f"count(batch) is yours, of a batch: {setting.share.strip('()')}.")
+        script.comments.append(f"Define count(batch) for a batch: {setting.share.strip('()')}.")
     if is_divided:
         return LOSS if setting.loss == "mean" else f"{pass_loss(setting.loss, steps, share)} * {steps}"
     return pass_loss(setting.loss, steps, share)

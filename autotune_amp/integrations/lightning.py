@@ -1,15 +1,16 @@
 """Lightning: the controller as a Precision plugin, a callback, and Trainer arguments.
 
-Trials run your module's own `training_step` and `configure_optimizers`, clip, and step the schedule. The predicted
-throughput is a Trainer's: a confirmation is a short `fit` of its own, with its callbacks and the cost of `self.log`,
-without validation, checkpoints and loggers. Pass your Trainer, `Workload.from_lightning(model, Data(), trainer)`; it
-is not changed. The Trainer then trains with the controller as its precision plugin, and its checkpoints resume at
-their rung. `AutotuneCallback`, which is added too, logs scale and moves, and ends the run with a checkpoint if a
-fallback needs another batch size or no precision is left. The controller's options go to the plugin:
-`trainer_arguments(config, plugins=[AutotunePrecision(config, run_log="run.jsonl", halt=False)])`. All of it is for
-`import lightning`: a Trainer of the standalone `pytorch_lightning` refuses the plugin. If Lightning runs your script
-again for its other devices, they take the recommendation that the first process saved; an effective batch size is
-that of one process there.
+Trials run your module's `training_step` and `configure_optimizers`, clip gradients, and step the schedulers. The
+recommended setting is confirmed by a short `fit` of a Trainer, with its callbacks and the cost of `self.log`, without
+validation, checkpoints and loggers. Pass your Trainer, `Workload.from_lightning(model, Data(), trainer)`; it is not
+changed.
+
+The Trainer then trains with the controller as its precision plugin, and its checkpoints resume in their precision.
+`AutotuneCallback`, which is added too, logs scale and moves, and ends the run with a checkpoint if a fallback needs
+another batch size or no precision is left. Pass the controller's options to the plugin: `trainer_arguments(config,
+plugins=[AutotunePrecision(config, run_log="run.jsonl", halt=False)])`. Use `import lightning`: a Trainer of the
+standalone `pytorch_lightning` refuses the plugin. If Lightning runs your script again for its other devices, those
+processes use the recommendation that the first process saved; an effective batch size is that of one process there.
 
 ```python
 import lightning
@@ -75,7 +76,14 @@ from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.setting import Setting
 from autotune_amp.dimensions.prepare import prepare
-from autotune_amp.integrations.bridge import Window, config_of, numbers, refuse_other, refuse_other_window, replaced
+from autotune_amp.integrations.bridge import (
+    AccumulationWindow,
+    config_from,
+    numeric_metrics,
+    raise_if_argument_differs,
+    raise_if_window_differs,
+    replace_attributes,
+)
 from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
 
@@ -83,7 +91,7 @@ __all__ = ["AutotuneCallback", "AutotunePrecision", "trainer_arguments"]
 
 Result = TypeVar("Result")
 
-_NAMES = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "bf16-mixed"}
+_LIGHTNING_PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "bf16-mixed"}
 
 
 class AutotunePrecision(Precision):
@@ -91,16 +99,16 @@ class AutotunePrecision(Precision):
 
     Use ``Trainer(plugins=[AutotunePrecision(recommendation)])``; see `trainer_arguments` for the other settings. It is
     for ``import lightning``, not for ``pytorch_lightning``, and replaces ``Trainer(precision=...)``, whose fp16 on a
-    CPU is bf16 without a scaler. A checkpoint holds the controller's state and resumes at its rung.
+    CPU is bf16 without a scaler. A checkpoint holds the controller's state and resumes in its precision.
 
-    With automatic optimization failing steps are diagnosed by running ``training_step`` again on the latest batch; its
-    logging and its updates of torchmetrics are left out. With manual optimization the precision is stepped down on
-    trial, and ``optimizer.step()`` returns true if it stepped. Lightning steps schedulers for skipped steps too.
+    With automatic optimization failing steps are diagnosed by running ``training_step`` again on the latest batch,
+    without logging or updating torchmetrics. With manual optimization there is no diagnosis: the next precision is
+    tried, and ``optimizer.step()`` returns true if it stepped. Lightning steps schedulers for skipped steps too.
 
     If a fallback of the config was measured with another batch size or accumulation, which a DataLoader cannot change
     to, `fit` raises `DemotedError` with the config to start again with, as it always does with
     ``on_demotion="checkpoint_and_stop"``; with an `AutotuneCallback` it ends with a checkpoint instead. A checkpoint of
-    such a rung cannot continue with the earlier config: `fit` raises that error at once. `fit` also raises
+    such a fallback cannot continue with the earlier config: `fit` raises that error at once. `fit` also raises
     `NotPrecisionError` and `NoRungFitsError` (unless ``halt=False``).
 
     config: the config of the run, or the recommendation that holds it.
@@ -108,19 +116,19 @@ class AutotunePrecision(Precision):
     """
 
     def __init__(self, config: AmpConfig | Recommendation, **options: Any) -> None:
-        self.config = config_of(config)
+        self.config = config_from(config)
         self._options = options
         self._controller: PrecisionController | None = None
         self._module: LightningModule | None = None
         self._latest = LatestBatch()
-        self._window: Any = None  # a `Window` of the controller
+        self._window: Any = None  # the controller's `AccumulationWindow`, from `connect` on
 
     @property
     def controller(self) -> PrecisionController:
-        """Return the controller of the current or latest run. Raises `InvalidRequestError` before the first."""
+        """Return the controller of the current or latest run. Raises `InvalidRequestError` before the first run."""
         if self._controller is None:
             raise InvalidRequestError(
-                "AutotunePrecision has no controller yet: it is made when the Trainer has put the model on its device.",
+                "AutotunePrecision has no controller yet: the Trainer makes it after putting the model on its device.",
                 "Use it from on_fit_start on, in a callback or in the LightningModule.",
             )
         return self._controller
@@ -128,73 +136,79 @@ class AutotunePrecision(Precision):
     @property
     def precision(self) -> Any:  # type: ignore[override] # an attribute of Lightning's, which only reads it
         """Return Lightning's name for the current precision: ``"16-mixed"``, ``"bf16-mixed"`` or ``"32-true"``."""
-        return _NAMES.get((self._controller.config if self._controller else self.config).precision, "32-true")
+        return _LIGHTNING_PRECISIONS.get(
+            (self._controller.config if self._controller else self.config).precision, "32-true"
+        )
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Set up the config's dimensions that concern weights, before DistributedDataParallel reads the module."""
-        of_weights = {name: getattr(self.config, name) for name in ("weights", "memory_format")}
-        prepare(msgspec.structs.replace(Setting.of(self.config).without_variants, **of_weights), module, None)
+        """Set dtype and memory format of the weights, before DistributedDataParallel reads the module."""
+        weight_options = {name: getattr(self.config, name) for name in ("weights", "memory_format")}
+        prepare(msgspec.structs.replace(Setting.of(self.config).without_variants, **weight_options), module, None)
         return module
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Make the controller, now that the model is on its device. For the same module as before its state is kept.
+        """Make the controller, and set up the config's other dimensions on the model and the optimizers.
 
-        The config's other dimensions are set up on the model and the optimizers.
+        Lightning calls it when the model is on its device. For the same module as before, the controller's state is
+        kept.
         """
         module = unwrap(model)
         assert isinstance(module, LightningModule)
         prepare(self.config, module, optimizers)
-        before = self._controller.state_dict() if self._controller is not None and self._module is module else None
+        saved_state = self._controller.state_dict() if self._controller is not None and self._module is module else None
         self._module = module
         self._controller = PrecisionController(self.config, module.trainer.strategy.root_device, **self._options)
-        self._window = Window(self._controller)
+        self._window = AccumulationWindow(self._controller)
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined] # set without a type
         if self._latest not in callbacks:
             callbacks.append(self._latest)
         # A training_step that takes the steps itself cannot be rerun.
-        self._controller.attach(model, self._loss_again if module.automatic_optimization else None)
-        if before is not None:
-            self.load_state_dict(before)
+        self._controller.attach(model, self._recompute_loss if module.automatic_optimization else None)
+        if saved_state is not None:
+            self.load_state_dict(saved_state)
         return model, optimizers, lr_schedulers
 
-    def _loss_again(self) -> Tensor:
-        """Return the loss of the latest batch as the backward pass had it, without the step's logging and counting."""
+    def _recompute_loss(self) -> Tensor:
+        """Run ``training_step`` on the latest batch again and return its loss, divided by the accumulation steps.
+
+        Logging is disabled, and the state of torchmetrics is restored.
+        """
         module, latest = self._module, self._latest
         assert module is not None
         trainer = module.trainer
         with ExitStack() as stack:
             for part in module.modules():
                 if isinstance(part, LightningModule):
-                    stack.enter_context(replaced(part, **SILENT))
+                    stack.enter_context(replace_attributes(part, **NO_LOGGING))
                 elif isinstance(part, Metric):
-                    stack.enter_context(_kept(part))
+                    stack.enter_context(_preserve_metric_state(part))
             loss = training_loss(module, trainer.strategy.training_step, latest.batch, latest.batch_idx)
         return loss / trainer.accumulate_grad_batches if isinstance(loss, Tensor) else loss  # a None is returned too
 
-    def _refuse_other_batches(self) -> None:
-        """Raise `DemotedError` if the current rung was measured with another batch size or accumulation."""
-        refuse_other_window(
+    def _raise_if_batches_differ(self) -> None:
+        """Raise `DemotedError` if the current precision was measured with another batch size or accumulation."""
+        raise_if_window_differs(
             self.controller,
             self.config,
             "a running Trainer cannot change its DataLoader",
             "Resume AutotuneCallback's checkpoint with a Trainer and a DataLoader made from the error's config.",
         )
 
-    def handing_over(self, action: Callable[[], Result]) -> Result | None:
-        """Run an action that may move the controller, outside of accumulation windows.
+    def run_or_stop(self, action: Callable[[], Result]) -> Result | None:
+        """Run an action that may change the controller's precision, between two accumulation windows.
 
-        Raises a `TrainingStoppedError` if the action ends the run, or passes it to an `AutotuneCallback` and returns
-        None.
+        If it ends the run with a `TrainingStoppedError`, store the error in the Trainer's `AutotuneCallback` and return
+        None; raise it if there is no such callback.
         """
         try:
             result = action()
-            self._refuse_other_batches()
+            self._raise_if_batches_differ()
             return result
         except TrainingStoppedError as error:
             callbacks: list[Callback] = self._module.trainer.callbacks if self._module else []  # type: ignore[attr-defined]
-            callback = next((one for one in callbacks if isinstance(one, AutotuneCallback)), None)
+            callback = next((item for item in callbacks if isinstance(item, AutotuneCallback)), None)
             if callback is None:
                 raise
             callback.stopped = error
@@ -202,15 +216,15 @@ class AutotunePrecision(Precision):
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """Run a training step's forward pass; with manual optimization the whole step."""
-        # A move that waited for the end of a manual training_step may end the run here.
-        with self.handing_over(self.controller.autocast) or self.controller.autocast():
+        """Run a training step's forward pass under autocast; with manual optimization the whole step."""
+        # A change of precision that waited for the end of a manual training_step may end the run here.
+        with self.run_or_stop(self.controller.autocast) or self.controller.autocast():
             yield
         self._end_window()
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Run a forward pass of validation, test or prediction in the current precision, without the scaler."""
+        """Run a forward pass of validation, test or prediction in the current precision, without scaling."""
         with self.controller.validation():
             yield
 
@@ -227,7 +241,7 @@ class AutotunePrecision(Precision):
         if loss is None and model.automatic_optimization:  # training_step returned None: Lightning drops the window
             self._after_closure(model, optimizer)
             self._window.clear()
-            self.handing_over(self.controller.discard_window)
+            self.run_or_stop(self.controller.discard_window)
             return None
         self._window.unscale_(optimizer)
         self._after_closure(model, optimizer)
@@ -238,7 +252,7 @@ class AutotunePrecision(Precision):
 
     def _end_window(self) -> None:
         if self._window.num_stepped:
-            self.handing_over(self._window.end)
+            self.run_or_stop(self._window.end)
 
     def clip_gradients(
         self,
@@ -256,19 +270,19 @@ class AutotunePrecision(Precision):
         return {} if self._controller is None else self._controller.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the saved state and rung.
+        """Restore the saved state and precision.
 
-        Raises `FormatError` if this run's config does not have the rung and, before training, `DemotedError` if it was
+        Raises `FormatError` if this run's config lacks that precision and, before training, `DemotedError` if it was
         measured with another batch size or accumulation.
         """
         self.controller.load_state_dict(state_dict)
-        assert self._module is not None  # it came with the controller
+        assert self._module is not None  # `connect` sets both
         if self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._refuse_other_batches()
+            self._raise_if_batches_differ()
 
 
 class LatestBatch(Callback):
-    """Callback that holds the batch of the running training step, on its device, and nothing between steps."""
+    """Callback that keeps the batch of the running training step, on its device, and releases it after the step."""
 
     def __init__(self) -> None:
         self.batch: Any = None
@@ -284,24 +298,24 @@ class LatestBatch(Callback):
 
 
 def training_loss(module: LightningModule, step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
-    """Return the loss that `step`, the module's training_step, returns directly or under the key "loss"."""
+    """Call `step`, the module's training_step, on a batch; return its result, or the value of its key "loss"."""
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     output = step(batch, batch_idx) if takes_index else step(batch)
     return output.get("loss") if isinstance(output, Mapping) else output
 
 
-SILENT: dict[str, Any] = dict.fromkeys(("log", "log_dict"), lambda *_, **__: None)
+NO_LOGGING: dict[str, Any] = dict.fromkeys(("log", "log_dict"), lambda *_, **__: None)
 
 
 @contextmanager
-def _kept(metric: Metric) -> Iterator[None]:
-    """Restore a metric's state afterwards."""
-    replaced = {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
-    counted = copy.deepcopy(metric.metric_state)
+def _preserve_metric_state(metric: Metric) -> Iterator[None]:
+    """Restore the state of a torchmetrics metric after the context."""
+    counters = {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
+    metric_state = copy.deepcopy(metric.metric_state)
     try:
         yield
     finally:
-        for name, value in (counted | replaced).items():
+        for name, value in (metric_state | counters).items():
             setattr(metric, name, value)
 
 
@@ -323,7 +337,7 @@ class AutotuneCallback(Callback):
     def __init__(self, checkpoint_path: str | os.PathLike[str] | None = None) -> None:
         self.checkpoint_path = None if checkpoint_path is None else Path(checkpoint_path)
         self.demotion: DemotedError | None = None
-        self.stopped: TrainingStoppedError | None = None  # set by the plugin when the Trainer has to end
+        self.stopped: TrainingStoppedError | None = None  # set by `AutotunePrecision` to end the run
         self._logged_step = 0
         self._has_saved = False
 
@@ -331,22 +345,22 @@ class AutotuneCallback(Callback):
         """Register with the controller. Raises `InvalidRequestError` for a Trainer without `AutotunePrecision`."""
         self.demotion = self.stopped = None
         self._has_saved, self._logged_step = False, 0
-        _plugin(trainer).controller.on_move(lambda _: self._write(trainer))
+        _require_plugin(trainer).controller.on_move(lambda _: self._log_metrics(trainer))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 # a hook
         """Warn if the DataLoader's batch size differs from the config's."""
-        wanted, loader = _plugin(trainer).controller.config.batch_size, trainer.train_dataloader
-        if isinstance(loader, DataLoader) and loader.batch_size not in (None, wanted):
-            rank_zero_warn(f"DataLoader(batch_size) is {loader.batch_size}; what the config promises needs {wanted}.")
+        batch_size, loader = _require_plugin(trainer).controller.config.batch_size, trainer.train_dataloader
+        if isinstance(loader, DataLoader) and loader.batch_size not in (None, batch_size):
+            rank_zero_warn(f"DataLoader(batch_size) is {loader.batch_size}; the config was measured with {batch_size}.")
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Log when it is due, and end training if the run has to start again."""
+        """Log every ``log_every_n_steps`` optimizer steps, and end training if the run has to start again."""
         step = trainer.global_step
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined] # set without a type; 0 for never
         if every and step != self._logged_step and step % every == 0:
             self._logged_step = step
-            # A pending verdict from the device may end the run here.
-            _plugin(trainer).handing_over(lambda: self._write(trainer))
+            # Logging synchronizes with the device; an overflow found by that may end the run here.
+            _require_plugin(trainer).run_or_stop(lambda: self._log_metrics(trainer))
         if self.stopped is None:
             return
         if self._has_saved:  # saved a batch before: min_epochs or min_steps kept the Trainer from stopping
@@ -359,47 +373,49 @@ class AutotuneCallback(Callback):
             raise self.stopped
         self.demotion = self.stopped
 
-    def _write(self, trainer: Trainer) -> None:
-        values = numbers(_plugin(trainer).controller)
+    def _log_metrics(self, trainer: Trainer) -> None:
+        values = numeric_metrics(_require_plugin(trainer).controller)
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
 
 
-def _plugin(trainer: Trainer) -> AutotunePrecision:
+def _require_plugin(trainer: Trainer) -> AutotunePrecision:
     plugin = trainer.precision_plugin
     if not isinstance(plugin, AutotunePrecision):
         raise InvalidRequestError(
-            f"AutotuneCallback found {type(plugin).__name__} as the Trainer's precision plugin.",
+            f"AutotuneCallback needs AutotunePrecision; the Trainer's precision plugin is {type(plugin).__name__}.",
             "Make the Trainer with plugins=[AutotunePrecision(config)], or with trainer_arguments(config).",
         )
     return plugin
 
 
 def trainer_arguments(config: AmpConfig | Recommendation, **others: Any) -> dict[str, Any]:
-    """Return keyword arguments for ``lightning.Trainer``: the config's own in addition to `others`.
+    """Return keyword arguments for ``lightning.Trainer``: those that the config sets, and `others`.
 
     Use as ``Trainer(**trainer_arguments(config, max_epochs=3, callbacks=[mine]))``. `AutotunePrecision` is added to the
-    plugins and `AutotuneCallback` to the callbacks, unless there is one. Set the rest yourself: batch size and workers
-    in the DataLoader, ``config.environment`` in the shell.
+    plugins and `AutotuneCallback` to the callbacks, unless there is one. Set batch size and workers in the
+    DataLoader and ``config.environment`` in the shell yourself.
 
     Raises `InvalidRequestError` if `others` contradict the config: another precision plugin, another accumulation.
     """
-    own = config_of(config)
-    plugins, callbacks = _listed(others.pop("plugins", None)), _listed(others.pop("callbacks", None))
+    config = config_from(config)
+    plugins, callbacks = _as_list(others.pop("plugins", None)), _as_list(others.pop("callbacks", None))
     precision: Any = others.pop("precision", None)
     precision = precision or next((p for p in plugins if isinstance(p, Precision | str)), None)
-    if precision is not None and (not isinstance(precision, AutotunePrecision) or precision.config != own):
+    if precision is not None and (not isinstance(precision, AutotunePrecision) or precision.config != config):
         raise InvalidRequestError(
-            f"The Trainer was given a precision of its own, {precision!r}, beside the config's {own.precision}.",
+            f"The Trainer's precision {precision!r} contradicts the config, which says {config.precision}.",
             "Leave it out: AutotunePrecision is the Trainer's precision, made from this config.",
         )
-    refuse_other("accumulate_grad_batches", others.pop("accumulate_grad_batches", None), own.accumulation_steps)
+    raise_if_argument_differs(
+        "accumulate_grad_batches", others.pop("accumulate_grad_batches", None), config.accumulation_steps
+    )
     if precision is None:
-        plugins.append(AutotunePrecision(own))
+        plugins.append(AutotunePrecision(config))
     if not any(isinstance(callback, AutotuneCallback) for callback in callbacks):
         callbacks.append(AutotuneCallback())
-    return {**others, "plugins": plugins, "callbacks": callbacks, "accumulate_grad_batches": own.accumulation_steps}
+    return {**others, "plugins": plugins, "callbacks": callbacks, "accumulate_grad_batches": config.accumulation_steps}
 
 
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]

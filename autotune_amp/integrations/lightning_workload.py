@@ -1,4 +1,4 @@
-"""Lightning workload from a module. Its confirmation is measured in the steps of a Trainer's own fit."""
+"""Workload made from a LightningModule. The recommended setting is confirmed in the steps of ``Trainer.fit``."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from autotune_amp.core import precisions
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.workload import Fitting, OptimizersOfModel, Workload, type_name
-from autotune_amp.integrations.bridge import lasting, replaced
-from autotune_amp.integrations.lightning import SILENT, AutotunePrecision, training_loss
+from autotune_amp.integrations.bridge import hold_after_last_step, replace_attributes
+from autotune_amp.integrations.lightning import NO_LOGGING, AutotunePrecision, training_loss
 
 __all__ = ["workload"]
 
@@ -51,32 +51,32 @@ def workload(
 
     module: the LightningModule, or a function that makes one with automatic optimization. Trials train copies of it.
     data: the LightningDataModule, whose ``train_dataloader()`` is the baseline and is tried with other batch sizes; or
-        the same as for ``Workload(data=...)``. ``prepare_data()`` and ``setup("fit")`` are called here, on a copy.
+        data as in ``Workload(data=...)``. ``prepare_data()`` and ``setup("fit")`` are called here, on a copy.
     trainer: your Trainer, whose clipping, accumulation, precision, callbacks and logging interval are used; a
-        ``Trainer()`` if left out. It is not changed.
+        ``Trainer()`` if None. It is not changed.
     options: other arguments of `Workload`: ``accumulation_steps`` and ``precision``, if your Trainer has other ones
         today, ``name``, ``worst_batch``, ``evaluate``, ``checkpoint``.
 
     A trial calls the module's ``setup``, ``configure_model``, ``configure_optimizers`` and ``training_step``, and the
-    hooks around the batch's transfer of the module or the DataModule; it clips, and steps the schedules that go by
-    steps. ``self.log`` does nothing there, and ``self.logger`` discards everything. ``self.trainer`` is a Trainer of
-    1,000 epochs and at most 10,000 steps on one device, which has the copy of the DataModule and its loader, and is
-    ``training``.
+    hooks around the batch's transfer of the module or the DataModule; it clips gradients, and steps the schedulers
+    with ``interval="step"``. In it ``self.log`` does nothing, ``self.logger`` discards everything, and ``self.trainer``
+    is a Trainer in the state of training, of 1,000 epochs and at most 10,000 steps on one device, with the copy of the
+    DataModule and its loader.
 
-    The confirmation is measured in the steps of such a Trainer's own ``fit``: its loop, its progress bar, the cost of
-    ``self.log``, its callbacks. Loggers discard everything there too, and there is no validation; callbacks that write
-    checkpoints or need a validation (`Checkpoint`, `EarlyStopping`) and those that change the batch size or the
-    accumulation are left out. It is ended in the middle of a step, so that nothing that follows the training is run.
+    The recommended setting is confirmed in the steps of ``fit`` of such a Trainer, with its loop, its progress bar, the
+    cost of ``self.log`` and your callbacks. Loggers discard everything, and there is no validation; callbacks that
+    write checkpoints or need a validation (`Checkpoint`, `EarlyStopping`) and those that change the batch size or the
+    accumulation are left out. ``fit`` is ended within a step, so that no hook of the end of training runs.
 
     Raises `WorkloadError` for anything but a LightningModule, for manual optimization, and for data with several
     loaders.
     """
     if isinstance(module, LightningModule) or not callable(module):
         _check_module(module)
-    fit = _Fit(module, *_opened(data), _arguments_of(trainer))
-    today: dict[str, Any] = {"trainer": "Trainer" if trainer is None else type(trainer).__name__}
+    fit = _TrainerFunctions(module, *_set_up_data(data), _step_arguments(trainer))
+    trainer_options: dict[str, Any] = {"trainer": "Trainer" if trainer is None else type(trainer).__name__}
     if trainer is not None:
-        today |= {
+        trainer_options |= {
             "accumulation_steps": trainer.accumulate_grad_batches,
             "precision": _PRECISIONS.get(str(trainer.precision)),
         }
@@ -88,24 +88,24 @@ def workload(
         clip=fit.clip,
         schedule=fit.schedule,
         fit=fit.run,
-        **(today | options),
+        **(trainer_options | options),
     )
 
 
-# Callbacks that take no part in a step: they write, need a validation, print, or decide what the search decides.
-_LEFT_OUT = (
+# Callbacks that write, need a validation or print; and, in the last line, those that set what the search sets.
+_EXCLUDED_CALLBACKS = (
     *(Checkpoint, EarlyStopping, ModelSummary),
     *(BatchSizeFinder, LearningRateFinder, GradientAccumulationScheduler),
 )
 _PRECISIONS: dict[str, precisions.Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
-def _arguments_of(trainer: Trainer | None) -> dict[str, Any]:
-    """Return those arguments of the user's Trainer that affect its steps."""
+def _step_arguments(trainer: Trainer | None) -> dict[str, Any]:
+    """Return the arguments of the user's Trainer that affect its steps, with copies of its callbacks."""
     if trainer is None:
         return {"logger": True, "callbacks": []}
-    given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set without a type
-    callbacks = [copy.copy(callback) for callback in given if not isinstance(callback, _LEFT_OUT)]
+    trainer_callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set without a type
+    callbacks = [copy.copy(callback) for callback in trainer_callbacks if not isinstance(callback, _EXCLUDED_CALLBACKS)]
     for callback in callbacks:  # a progress bar refers to its trainer
         vars(callback).update({name: None for name, value in vars(callback).items() if value is trainer})
     return {
@@ -124,37 +124,40 @@ def _check_module(module: Any) -> None:
     """Raise `WorkloadError` unless `module` is a LightningModule with automatic optimization."""
     if not isinstance(module, LightningModule):
         raise WorkloadError(
-            f"Workload.from_lightning got a {type_name(module)}; it must be a LightningModule, or a function of one.",
-            "Pass the module itself, or `lambda: MyModule(...)`; its class comes from `import lightning`.",
+            f"Workload.from_lightning needs a LightningModule or a function that returns one, not {type_name(module)}.",
+            "Use the module itself, or `lambda: MyModule(...)`; its class comes from `import lightning`.",
         )
     if not module.automatic_optimization:
         raise WorkloadError(
-            f"{type_name(module)} has manual optimization, which no trial can take apart.",
+            f"{type_name(module)} has manual optimization; a trial has to run the backward pass and the step itself.",
             "Write its training as Workload(build=..., train_step=...); AutotunePrecision then trains the module.",
         )
 
 
-def _opened(data: Any) -> tuple[LightningDataModule | None, Any]:
-    """Return a copy of the DataModule after its setup, or None without one, and the data for `Workload`."""
+def _set_up_data(data: Any) -> tuple[LightningDataModule | None, Any]:
+    """Set up a copy of a DataModule; return the copy and its train loader, or None and `data` if it is no DataModule.
+
+    Raises `WorkloadError` if ``train_dataloader()`` returns several loaders.
+    """
     if not isinstance(data, LightningDataModule):
         return None, data
-    own = copy.copy(data)
-    _trainer(own)
+    datamodule = copy.copy(data)
+    _idle_trainer(datamodule)
     with isolate_rng():
-        own.prepare_data()
-        own.setup("fit")
-        loader = own.train_dataloader()
-    own.trainer = None  # it has to be sent to trials
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        loader = datamodule.train_dataloader()
+    datamodule.trainer = None  # a Trainer cannot be pickled for the trials
     if isinstance(loader, Mapping | list | tuple):
         raise WorkloadError(
             f"{type(data).__name__}.train_dataloader() returned several loaders, as a {type_name(loader)}.",
             "Give data=make_loader, a function of the batch size that returns one loader.",
         )
-    return own, loader
+    return datamodule, loader
 
 
-class _Fit:
-    """Functions of a `Workload` that imitate ``Trainer.fit``. Sent to trials, each of which makes its own Trainer.
+class _TrainerFunctions:
+    """Functions of a `Workload` that act as ``Trainer.fit`` does. They are pickled; each trial makes its own Trainer.
 
     `arguments` are those of the user's Trainer that affect its steps.
     """
@@ -168,67 +171,69 @@ class _Fit:
     ) -> None:
         self.module, self.datamodule, self.data, self.arguments = module, datamodule, data, arguments
         self.batch_idx = 0
-        self._made: list[Optimizer] = []  # the latest optimizers, and their schedules by steps
+        self._optimizers: list[Optimizer] = []  # the latest optimizers, and their schedules by steps
         self._schedulers: list[Any] = []
 
     @functools.cached_property
     def trainer(self) -> Trainer:
-        """Return a Trainer with the loader set; asked for its length, Lightning would start the loader's workers."""
-        trainer = _trainer(self.datamodule)
+        """Return a Trainer with loader and length set: to read the length, Lightning would start the workers."""
+        trainer = _idle_trainer(self.datamodule)
         trainer.fit_loop._combined_loader = CombinedLoader(self.data)
         trainer.fit_loop.max_batches = (isinstance(self.data, DataLoader) and sized_len(self.data)) or math.inf
         return trainer
 
     def model(self) -> LightningModule:
-        """Return the module as a Trainer has it before its first step."""
+        """Return the module, set up as by a Trainer before its first step."""
         module = self.module if isinstance(self.module, LightningModule) else self.module()
         _check_module(module)
         module.trainer = self.trainer
         module.setup("fit")
         module.configure_model()
-        for part in _parts(module):
-            vars(part).update(SILENT)
+        for part in _lightning_modules(module):
+            vars(part).update(NO_LOGGING)
         return module
 
     def optimizers(self, module: LightningModule) -> list[Optimizer]:
-        """Return the optimizers of the module's configure_optimizers."""
+        """Return the optimizers of the module's configure_optimizers, and keep its schedulers for `schedule`."""
         module.trainer = self.trainer
-        made: Any = module.configure_optimizers()
-        self._made, schedulers, monitor = _configure_optimizers(made)
+        configured: Any = module.configure_optimizers()
+        self._optimizers, schedulers, monitor = _configure_optimizers(configured)
         configs = _configure_schedulers_automatic_opt(schedulers, monitor)
-        by_steps = (one for one in configs if one.interval == "step" and one.frequency == 1)
-        self._schedulers = [lasting(one.scheduler) for one in by_steps if not one.reduce_on_plateau]
-        return self._made
+        per_step = (config for config in configs if config.interval == "step" and config.frequency == 1)
+        self._schedulers = [
+            hold_after_last_step(config.scheduler) for config in per_step if not config.reduce_on_plateau
+        ]
+        return self._optimizers
 
     def schedule(self, _: Optimizer) -> list[Any]:
-        """Return the schedulers of configure_optimizers that go by single steps and need no validation."""
+        """Return the schedulers of configure_optimizers that step after each optimizer step and need no validation."""
         return self._schedulers
 
     def clip(self, module: LightningModule) -> None:
         """Clip the gradients as the user's Trainer does before a step."""
         value, algorithm = (self.arguments.get(f"gradient_clip_{name}") for name in ("val", "algorithm"))
-        for optimizer in self._made:
+        for optimizer in self._optimizers:
             module.configure_gradient_clipping(optimizer, value, algorithm)
 
     def loss(self, module: LightningModule, batch: Any) -> Tensor:
         """Return the loss of the module's training_step."""
-        module.trainer = self.trainer  # a copy of the module lacks it
+        module.trainer = self.trainer  # copies of the module lack it
         with torch.autocast(module.device.type, enabled=False):
             for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
                 is_of_data = self.datamodule is not None and is_overridden(name, self.datamodule)
                 batch = getattr(self.datamodule if is_of_data else module, name)(batch, 0)
-        self.batch_idx += 1  # skip actions of a training_step for the first batch only
+        self.batch_idx += 1  # never 0, for which a training_step may do extra work
         loss: Tensor = training_loss(module, module.training_step, batch, self.batch_idx)
         return loss
 
     def run(self, fitting: Fitting) -> None:
-        """Run the Trainer's own ``fit``, on a module and a DataModule that are set up already."""
+        """Run ``Trainer.fit`` on the module and the DataModule, whose setup is not repeated."""
         module: LightningModule = fitting.model
         callbacks = [copy.copy(callback) for callback in self.arguments["callbacks"]]
-        logger = DummyLogger() if self.arguments["logger"] else False  # a copy of a logger has lost its contents
+        logger = DummyLogger() if self.arguments["logger"] else False  # the copies of loggers in trials are empty
         device = next(module.parameters()).device
         trainer = _new_trainer(
-            **self.arguments | {"callbacks": [*callbacks, _StepEnds(fitting.stepped)], "logger": logger},
+            **self.arguments | {"callbacks": [*callbacks, _StepReporter(fitting.stepped)], "logger": logger},
             accelerator="gpu" if device.type == "cuda" else device.type,
             devices=1 if device.index is None else [device.index],
             accumulate_grad_batches=fitting.setting.accumulation_steps,
@@ -236,28 +241,39 @@ class _Fit:
             limit_val_batches=0,
             num_sanity_val_steps=0,
         )
-        own_callbacks = module.configure_callbacks
+        configure_callbacks = module.configure_callbacks
         with ExitStack() as stack:
-            for part in _parts(module):
-                stack.callback(vars(part).update, {name: vars(part).pop(name) for name in SILENT})
-            done: dict[str, Any] = {"prepare_data": _nothing, "setup": _nothing, "configure_model": _nothing}
-            done |= {"configure_callbacks": lambda: _with_part(own_callbacks())}
-            stack.enter_context(replaced(module, **done))
-            given: dict[str, Any] = {"train_dataloaders": fitting.data}
+            for part in _lightning_modules(module):
+                stack.callback(vars(part).update, {name: vars(part).pop(name) for name in NO_LOGGING})
+            replacements: dict[str, Any] = {
+                "prepare_data": _do_nothing,
+                "setup": _do_nothing,
+                "configure_model": _do_nothing,
+            }
+            replacements |= {"configure_callbacks": lambda: _callbacks_in_steps(configure_callbacks())}
+            stack.enter_context(replace_attributes(module, **replacements))
+            data_arguments: dict[str, Any] = {"train_dataloaders": fitting.data}
             if self.datamodule is not None:
-                done = {"prepare_data": _nothing, "setup": _nothing, "teardown": _nothing, "trainer": None}
-                stack.enter_context(replaced(self.datamodule, **done, train_dataloader=lambda: fitting.data))
-                given = {"datamodule": self.datamodule}
-            stack.enter_context(_silenced())
-            trainer.fit(module, **given)
+                replacements = {
+                    "prepare_data": _do_nothing,
+                    "setup": _do_nothing,
+                    "teardown": _do_nothing,
+                    "trainer": None,
+                }
+                stack.enter_context(
+                    replace_attributes(self.datamodule, **replacements, train_dataloader=lambda: fitting.data)
+                )
+                data_arguments = {"datamodule": self.datamodule}
+            stack.enter_context(_suppress_trainer_messages())
+            trainer.fit(module, **data_arguments)
 
 
-def _parts(module: LightningModule) -> list[LightningModule]:
+def _lightning_modules(module: LightningModule) -> list[LightningModule]:
     return [part for part in module.modules() if isinstance(part, LightningModule)]
 
 
 def _precision_plugins(fitting: Fitting, device: torch.device) -> list[Precision]:
-    """Return Lightning's own precision plugin, except for fp16 on a CPU, which Lightning replaces by bf16."""
+    """Return Lightning's precision plugin, or `AutotunePrecision` for fp16 on a CPU, which Lightning runs as bf16."""
     if fitting.setting.precision == "bf16":
         return [MixedPrecision("bf16-mixed", device.type)]
     if fitting.setting.precision != "fp16":
@@ -267,17 +283,17 @@ def _precision_plugins(fitting: Fitting, device: torch.device) -> list[Precision
     return [MixedPrecision("16-mixed", device.type, fitting.scaler)]
 
 
-def _with_part(callbacks: Any) -> list[Callback]:
-    """Return those callbacks of a module's configure_callbacks that take part in a step."""
+def _callbacks_in_steps(callbacks: Any) -> list[Callback]:
+    """Return the callbacks of a module's configure_callbacks, without those of `_EXCLUDED_CALLBACKS`."""
     listed = callbacks if isinstance(callbacks, Sequence) else [callbacks]
-    return [callback for callback in listed if not isinstance(callback, _LEFT_OUT)]
+    return [callback for callback in listed if not isinstance(callback, _EXCLUDED_CALLBACKS)]
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _do_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-class _StepEnds(Callback):
+class _StepReporter(Callback):
     """Callback that calls `stepped` with the loss after each step, and removes schedulers that need a validation."""
 
     def __init__(self, stepped: Callable[[Any, int], None]) -> None:
@@ -289,12 +305,12 @@ class _StepEnds(Callback):
         configs = [config for config in trainer.strategy.lr_scheduler_configs if not config.reduce_on_plateau]
         trainer.strategy.lr_scheduler_configs = configs
         for config in configs:
-            lasting(config.scheduler)
+            hold_after_last_step(config.scheduler)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:  # noqa: ARG002
-        """Call `stepped`. If it ends the run, only progress bars are notified, which have threads to stop."""
+        """Call `stepped`. If it raises to end the run, keep only progress bars, which have threads to stop."""
         self._num_batches += 1
-        if trainer.global_step == self._num_steps:  # no optimizer step: it accumulates
+        if trainer.global_step == self._num_steps:  # no optimizer step: gradients accumulate
             return
         num_batches, self._num_batches, self._num_steps = self._num_batches, 0, trainer.global_step
         try:
@@ -305,8 +321,8 @@ class _StepEnds(Callback):
             raise
 
 
-def _trainer(datamodule: LightningDataModule | None) -> Trainer:
-    """Return a Trainer in the state of fitting for modules to query. It runs nothing and ignores launchers."""
+def _idle_trainer(datamodule: LightningDataModule | None) -> Trainer:
+    """Return a Trainer in the state of fitting, for modules that read ``self.trainer``. It runs nothing."""
     trainer = _new_trainer(
         accelerator="cpu",
         devices=1,
@@ -324,9 +340,9 @@ def _trainer(datamodule: LightningDataModule | None) -> Trainer:
 
 def _new_trainer(**arguments: Any) -> Trainer:
     """Return a Trainer that writes no checkpoint."""
-    with _silenced():
+    with _suppress_trainer_messages():
         return Trainer(
-            max_epochs=1000,  # for schedules that ask; Lightning's own default
+            max_epochs=1000,  # Lightning's default, for schedules that read it
             max_steps=10_000,
             enable_checkpointing=False,
             enable_model_summary=False,
@@ -335,7 +351,7 @@ def _new_trainer(**arguments: Any) -> Trainer:
 
 
 @contextmanager
-def _silenced() -> Iterator[None]:
+def _suppress_trainer_messages() -> Iterator[None]:
     """Silence Lightning's messages about devices and loaders, which do not concern the user's own training run."""
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     level = log.level

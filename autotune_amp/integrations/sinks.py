@@ -1,4 +1,4 @@
-"""Ready-made sinks, which send the controller's metrics and moves to experiment trackers. Each needs its own package.
+"""Sinks that send the controller's metrics and its changes of precision ("moves") to experiment trackers.
 
 Use as ``PrecisionController(config, sinks=[tensorboard("runs/1"), wandb()])``. Names are those of
 `autotune_amp.runtime.status.METRICS`. Any callable that takes a mapping of such names is a sink too.
@@ -31,13 +31,13 @@ _UPDATE, _PRECISION = METRICS["update"].name, METRICS["precision"].name
 
 
 def _on_first_rank(make: Callable[P, Sink]) -> Callable[P, Sink]:
-    """Make a sink only on rank 0, where the controller calls it: other ranks must not open a run or file."""
+    """Decorate a function to make its sink on rank 0 only; on other ranks, which open no run, the sink does nothing."""
 
     @wraps(make)
-    def made(*args: P.args, **kwargs: P.kwargs) -> Sink:
+    def make_on_first_rank(*args: P.args, **kwargs: P.kwargs) -> Sink:
         return make(*args, **kwargs) if place().rank == 0 else lambda _: None
 
-    return made
+    return make_on_first_rank
 
 
 @_on_first_rank
@@ -45,14 +45,14 @@ def tensorboard(where: str | os.PathLike[str] | Any) -> Sink:
     """Return a sink for TensorBoard, to a ``SummaryWriter`` or its folder. Moves are text. Extra: ``tensorboard``."""
     writer: Any = where
     if isinstance(where, str | os.PathLike):
-        writer = _needed("torch.utils.tensorboard", "tensorboard").SummaryWriter(os.fspath(where))
+        writer = _import_package("torch.utils.tensorboard", "tensorboard").SummaryWriter(os.fspath(where))
 
     def sink(values: MetricValues) -> None:
         step = int(values[_UPDATE])
-        for name, value in _numbers(values).items():
+        for name, value in _numeric_values(values).items():
             writer.add_scalar(name, value, step)
         if MOVE in values:
-            writer.add_text(MOVE, _sentence(values), step)
+            writer.add_text(MOVE, _move_text(values), step)
         writer.flush()
 
     return sink
@@ -65,9 +65,9 @@ def wandb(run: Any = None, *, own_rows: bool = False) -> Sink:
 
     W&B has one step for everything that a run logs, so metrics are logged with the training run's next row, only the
     latest if several wait. With `own_rows` each is logged at once: for a run that logs seldom, and passes no ``step=``,
-    which W&B would drop if it lags behind. Raises `InvalidRequestError` if no run is active.
+    since W&B drops rows whose step is below the latest one. Raises `InvalidRequestError` if no run is active.
     """
-    run = run or _needed("wandb", "wandb").run
+    run = run or _import_package("wandb", "wandb").run
     if run is None:
         raise InvalidRequestError("No W&B run is active.", "Call wandb.init() first, or pass the run: wandb(run).")
     run.define_metric(_UPDATE, hidden=True)
@@ -76,7 +76,7 @@ def wandb(run: Any = None, *, own_rows: bool = False) -> Sink:
     def sink(values: MetricValues) -> None:
         run.log(dict(values), commit=own_rows)
         if MOVE in values:
-            run.summary[f"{MOVE}/{values[_UPDATE]}"] = _sentence(values)
+            run.summary[f"{MOVE}/{values[_UPDATE]}"] = _move_text(values)
 
     return sink
 
@@ -87,11 +87,11 @@ def mlflow(run_id: str | None = None) -> Sink:
 
     Raises `InvalidRequestError` if no run is active.
     """
-    package = _needed("mlflow", "mlflow")
+    package = _import_package("mlflow", "mlflow")
     active = package.active_run()
     if run_id is None and active is None:
         raise InvalidRequestError("No MLflow run is active.", "Call mlflow.start_run() first, or pass mlflow(run_id).")
-    own_id = run_id or active.info.run_id
+    target_run_id = run_id or active.info.run_id
     client = package.MlflowClient()
 
     def sink(values: MetricValues) -> None:
@@ -99,9 +99,9 @@ def mlflow(run_id: str | None = None) -> Sink:
         entities = package.entities
         tags = [entities.RunTag(_PRECISION, str(values[_PRECISION]))]
         if MOVE in values:
-            tags.append(entities.RunTag(f"{MOVE}/{step}", _sentence(values)))
-        measured = [entities.Metric(name, value, now, step) for name, value in _numbers(values).items()]
-        client.log_batch(own_id, metrics=measured, tags=tags)
+            tags.append(entities.RunTag(f"{MOVE}/{step}", _move_text(values)))
+        metrics = [entities.Metric(name, value, now, step) for name, value in _numeric_values(values).items()]
+        client.log_batch(target_run_id, metrics=metrics, tags=tags)
 
     return sink
 
@@ -113,46 +113,46 @@ def opentelemetry(meter_provider: Any = None, logger_provider: Any = None) -> Si
 
     With None the global providers are used. Extra: ``opentelemetry``.
     """
-    measuring = _needed("opentelemetry.metrics", "opentelemetry")
-    meter = measuring.get_meter("autotune_amp", meter_provider=meter_provider)
-    logs = _needed("opentelemetry._logs", "opentelemetry")
+    metrics_api = _import_package("opentelemetry.metrics", "opentelemetry")
+    meter = metrics_api.get_meter("autotune_amp", meter_provider=meter_provider)
+    logs = _import_package("opentelemetry._logs", "opentelemetry")
     logger = logs.get_logger("autotune_amp", logger_provider=logger_provider)
     gauges: dict[str, Any] = {}
     counts: dict[str, float] = {}
 
-    def observed(name: str) -> Callable[[object], list[Any]]:
-        return lambda _: [measuring.Observation(counts[name])] if name in counts else []
+    def observe_count(name: str) -> Callable[[object], list[Any]]:
+        return lambda _: [metrics_api.Observation(counts[name])] if name in counts else []
 
     for metric in METRICS.values():
-        about = {"unit": metric.unit, "description": metric.description}
+        unit_and_description = {"unit": metric.unit, "description": metric.description}
         if metric.is_count:
-            meter.create_observable_counter(metric.name, [observed(metric.name)], **about)
+            meter.create_observable_counter(metric.name, [observe_count(metric.name)], **unit_and_description)
         else:
-            gauges[metric.name] = meter.create_gauge(metric.name, **about)
+            gauges[metric.name] = meter.create_gauge(metric.name, **unit_and_description)
 
     def sink(values: MetricValues) -> None:
         attributes = {_PRECISION: values[_PRECISION]}
-        for name, value in _numbers(values).items():
+        for name, value in _numeric_values(values).items():
             if name in gauges:
                 gauges[name].set(value, attributes)
             else:
                 counts[name] = value
         if MOVE in values:
-            logger.emit(logs.LogRecord(event_name=MOVE, body=_sentence(values), attributes=dict(values)))
+            logger.emit(logs.LogRecord(event_name=MOVE, body=_move_text(values), attributes=dict(values)))
 
     return sink
 
 
-def _numbers(values: MetricValues) -> dict[str, float]:
+def _numeric_values(values: MetricValues) -> dict[str, float]:
     return {name: value for name, value in values.items() if not isinstance(value, str)}
 
 
-def _sentence(values: MetricValues) -> str:
-    """Return a move in words."""
+def _move_text(values: MetricValues) -> str:
+    """Return a move as text: kind, update, precisions and reason."""
     return f"{values[MOVE]} at update {values[_UPDATE]}, {values[BEFORE]} -> {values[_PRECISION]}: {values[REASON]}"
 
 
-def _needed(module: str, extra: str) -> Any:
+def _import_package(module: str, extra: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

@@ -1,9 +1,10 @@
 """A search and the training run after it as two Slurm jobs, in one shell script that submits both.
 
-The search job has the search's options; once it has an answer, the training run starts by `autotune-amp run`. A minute
-before its time limit a job saves and is requeued: a search resumes where it was, on the same GPU, and your training run
-from the checkpoint saved by `on_signal`. `--storage` is left out: add it. If the job has several nodes (`--nodes=4`)
-the search uses all of them through Ray, if its options allow it. Tried with stand-ins for Slurm's commands.
+The search job has the search's options; once it has a recommendation, `autotune-amp run` starts the training run. A
+minute before its time limit a job saves and is requeued: a search resumes where it was, on the same GPU, and your
+training run from the checkpoint saved by `on_signal`. `--storage` is left out: add it. If the job has several nodes
+(`--nodes=4`) the search uses all of them through Ray, if its options allow it. Tested with programs that imitate
+Slurm's commands.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from autotune_amp.integrations.export import SHEBANG, Export, origin_comment
 
 _TRAINING = ("python", "train.py")
 
-# Slurm signals only the shell of the job (B:), which has to pass the signal on; a trap ends `wait`, not the process
-# waited for. srun must not get the signal, since it would kill its tasks at once. A cancelled job must not come back
-# (Incomplete).
+# Slurm sends the signal to the job's shell only (B:), which forwards it. The trap ends `wait` but not the process that
+# it waits for, hence the second `wait`. srun itself must not get the signal: it would kill its tasks at once.
+# `requeue Incomplete` does not restart a cancelled job.
 _HEAD = """\
 #!/bin/bash
-again() {{ # the time is up, or the job makes way for another: {what}
+again() {{ # at the time limit, or when preempted: {comment}
     trap '' TERM
-    {passed_on}
+    {stop_command}
     wait "$running"
     scontrol requeue Incomplete "$SLURM_JOB_ID"
 }}
@@ -62,39 +63,50 @@ def slurm(
 
     searching: the arguments of the search, None for a script that searches itself. The search runs on all nodes of its
         job if it `can_use_ray`.
-    training: the training command as it was given to the search, None if it is unknown.
+    training: the training command that the search ran, None if it is unknown.
     """
     started = shell_line(training or _TRAINING)
-    what = "a training that searches itself" if searching is None else "a search, then a training with its answer"
+    content = (
+        "a training that searches itself" if searching is None else "a search, then a training with its recommendation"
+    )
     lines = [
         *origin_comment(origin),
-        f"# Submits {what}:",
+        f"# Submits {content}:",
         "#   bash THIS_FILE, with any options of sbatch, such as --partition=gpu --gpus-per-node=1",
-        "# A job that is out of time is queued again: the training has to go on from what it saved.",
+        "# A job at its time limit is queued again: your training has to resume from its own checkpoint.",
     ]
     if training is None:
-        lines.append(f"# Put your own training in the place of {started}.")
+        lines.append(f"# Replace {started} with your training command.")
     if searching is not None:
         lines.append("# The search's --storage is left out, since it may hold a password: add it yourself.")
     lines += ["set -euo pipefail", ""]
     depends = ""
     if searching is not None:
         options = shell_line([f"--job-name={name}-search"]) + ("" if can_use_ray else " --nodes=1 --ntasks=1")
-        on_nodes = '"${ray[@]}" ' if can_use_ray else ""
-        search = f"autotune-amp search {on_nodes}{shell_line(searching)}"
-        kept = "what was measured is kept, and the same command goes on"
-        before = [_CLUSTER] if can_use_ray else []
-        lines += [*_job("searched=$(", options, search, 'kill -TERM "$running"', kept, before), ")"]
+        ray_arguments = '"${ray[@]}" ' if can_use_ray else ""
+        search = f"autotune-amp search {ray_arguments}{shell_line(searching)}"
+        comment = "its measurements are saved, and the same command resumes"
+        setup_lines = [_CLUSTER] if can_use_ray else []
+        lines += [*_job_lines("searched=$(", options, search, 'kill -TERM "$running"', comment, setup_lines), ")"]
         started = f"autotune-amp run {shell_line([study])} -- {started}"
         # The cluster's name may follow the job ID.
         depends = ' --dependency="afterok:${searched%%;*}" --kill-on-invalid-dep=yes'
     options = f"{shell_line([f'--job-name={name}'])}{depends}"
-    to_its_tasks = 'scancel --signal=TERM "$SLURM_JOB_ID"'
-    lines += _job("", options, f"srun {started}", to_its_tasks, "PrecisionController(on_signal=...) saves")
+    stop_tasks = 'scancel --signal=TERM "$SLURM_JOB_ID"'
+    lines += _job_lines("", options, f"srun {started}", stop_tasks, "PrecisionController(on_signal=...) saves")
     return Export(to="slurm", text=SHEBANG + "\n".join([*lines, ""]))
 
 
-def _job(opening: str, options: str, command: str, passed_on: str, what: str, before: Sequence[str] = ()) -> list[str]:
-    always = "--requeue --open-mode=append --signal=B:TERM@60"
-    submit = f"{opening}sbatch --parsable \"$@\" {options} {always} <<'JOB'"
-    return [submit, _HEAD.format(passed_on=passed_on, what=what), *before, f"{command} &", _TAIL, "JOB"]
+def _job_lines(
+    opening: str, options: str, command: str, stop_command: str, comment: str, setup_lines: Sequence[str] = ()
+) -> list[str]:
+    fixed_options = "--requeue --open-mode=append --signal=B:TERM@60"
+    submit = f"{opening}sbatch --parsable \"$@\" {options} {fixed_options} <<'JOB'"
+    return [
+        submit,
+        _HEAD.format(stop_command=stop_command, comment=comment),
+        *setup_lines,
+        f"{command} &",
+        _TAIL,
+        "JOB",
+    ]

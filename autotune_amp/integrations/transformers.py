@@ -1,16 +1,17 @@
-"""Transformers: a Trainer whose scaler is the PrecisionController, and its callback.
+"""Transformers: a Trainer whose autocast and scaler are the PrecisionController's, and its callback.
 
-`Workload.from_trainer` makes a workload of your Trainer. The predicted throughput is the Trainer's: a confirmation is a
-short `train()` of its own, with your callbacks and your logging, without evaluation, checkpoints, uploads and
-`report_to`. It is ended early, so that nothing that follows the training is run. `AutotuneTrainer` is a Trainer whose
-scaler is the controller. Its checkpoints hold the controller's state; it logs rung, scale, skips and moves. It guards
-bf16 and fp32 runs too: a plain Trainer with `config.to_training_arguments(like=today)` trains in the config's
-precision, but takes steps that are not finite. `like=` keeps the class of your arguments and the values that the config
-does not set: learning rate, optimizer, schedule. So `class MyTrainer(AutotuneTrainer, Seq2SeqTrainer)` trains with your
-`Seq2SeqTrainingArguments`. Pass the controller's options by `AutotuneTrainer(..., controller_options={"run_log":
-"run.jsonl", "on_demotion": "checkpoint_and_stop"})`, and likewise to `AutotuneAccelerator`. A fallback with another
-batch size or accumulation always ends `train()`, with a checkpoint and a `DemotedError` that has the config to continue
-with.
+`Workload.from_trainer` makes a workload of your Trainer. The recommended setting is confirmed by a short `train()`,
+with your callbacks and logging but without evaluation, checkpoints, uploads and `report_to`. It is ended early, so that
+no hook of the end of training runs.
+
+`AutotuneTrainer` logs the precision's index in the fallbacks (`rung`), the loss scale, skipped steps and moves, and its
+checkpoints hold the controller's state. It also skips bf16 and fp32 steps with infinite or NaN gradients, which a plain
+Trainer takes. `config.to_training_arguments(like=today)` keeps the class of your arguments and the values that the
+config does not set: learning rate, optimizer, schedule. So `class MyTrainer(AutotuneTrainer, Seq2SeqTrainer)` trains
+with your `Seq2SeqTrainingArguments`. Pass the controller's options as `AutotuneTrainer(...,
+controller_options={"run_log": "run.jsonl", "on_demotion": "checkpoint_and_stop"})`, and likewise to
+`AutotuneAccelerator`. A fallback with another batch size or accumulation always ends `train()`, with a checkpoint and a
+`DemotedError` that has the config to continue with.
 
 ```python
 import torch
@@ -50,8 +51,8 @@ from autotune_amp.core.config import AmpConfig, DemotedError, setting_beyond_tra
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.dimensions.prepare import prepare
-from autotune_amp.integrations.accelerate import plain_optimizers
-from autotune_amp.integrations.bridge import config_of, refuse_other_window
+from autotune_amp.integrations.accelerate import unwrap_optimizers
+from autotune_amp.integrations.bridge import config_from, raise_if_window_differs
 from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import metric_values
@@ -69,10 +70,10 @@ class AutotuneTrainer(Trainer):
     It is used like ``transformers.Trainer``. Adapt other trainers by inheriting from both, this one first: ``class
     MyTrainer(AutotuneTrainer, Seq2SeqTrainer)``. The forward pass runs under the controller's autocast, on a CPU too,
     where Accelerate's own fp16 has neither autocast nor scaler; bf16 and fp32 steps that are not finite are skipped.
-    `controller` is the PrecisionController; the model is attached to it at the first step, with a rerun of the latest
-    batch. Checkpoints hold its state in their ``scaler.pt``, and `resume_from_checkpoint` continues at the saved rung.
-    A second ``train()`` continues with the controller's state, also after a stop or an interruption; a new model by
-    ``model_init`` gets a new controller.
+    `controller` is the PrecisionController; the model is attached to it at the first step, and the latest batch is run
+    again to diagnose a step that is not finite. Checkpoints hold its state in their ``scaler.pt``, and
+    `resume_from_checkpoint` continues in the saved precision. A second ``train()`` continues with the controller's
+    state, also after a stop or an interruption; a new model by ``model_init`` gets a new controller.
 
     If the run has to stop, ``train()`` saves a checkpoint, ends as usual, and then raises `NotPrecisionError` or
     `NoRungFitsError`, or `DemotedError` for a fallback with another batch size or accumulation, and for any fallback
@@ -82,7 +83,7 @@ class AutotuneTrainer(Trainer):
         `args` must agree with it; ``config.to_training_arguments(like=today)`` makes such arguments, of today's class.
     controller_options: more arguments for the `PrecisionController`: ``guard``, ``halt``, ``on_demotion``,
         ``run_log`` and so on.
-    The rest is the ``Trainer``'s.
+    args, kwargs: the arguments of ``Trainer``.
 
     Raises `InvalidRequestError` for arguments that contradict the config, and under DeepSpeed or ``nn.DataParallel``,
     which cast themselves.
@@ -95,17 +96,20 @@ class AutotuneTrainer(Trainer):
         controller_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._amp_config = config_of(amp_config)
+        self._amp_config = config_from(amp_config)
         self._controller_options = dict(controller_options or {})
-        self._attached: nn.Module | None = None
+        self._attached_model: nn.Module | None = None
         super().__init__(*args, **kwargs)
-        refuse_baked_autocast(self, InvalidRequestError)
-        # Before all others, so that its additions to the logs reach the callbacks that report them.
+        raise_if_model_has_autocast(self, InvalidRequestError)
+        # First, so that callbacks that report the logs get its metrics.
         self.callback_handler.callbacks.insert(0, AutotuneCallback(self))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator as in Trainer, with the controller as its scaler."""
-        refuse_contradictions(self.args, self._amp_config)
+        """Create the accelerator as in Trainer, with the controller as its scaler.
+
+        Raises `InvalidRequestError` for arguments that contradict the config, and under DeepSpeed.
+        """
+        raise_if_arguments_differ(self.args, self._amp_config)
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled:
             raise InvalidRequestError(
@@ -116,62 +120,62 @@ class AutotuneTrainer(Trainer):
         self.accelerator.unscale_gradients = self._unscale_gradients
 
     def _make_controller(self) -> None:
-        self.controller = _KeepingController(self._amp_config, self.args.device, **self._controller_options)
-        self.controller.on_move(lambda _: self._refuse_other_window())
+        self.controller = _StopStoringController(self._amp_config, self.args.device, **self._controller_options)
+        self.controller.on_move(lambda _: self._raise_if_window_differs())
         self.accelerator.scaler = self.controller
-        self._attached = None
+        self._attached_model = None
 
-    def _refuse_other_window(self) -> None:
-        why = "the Trainer's loop keeps to one batch size and accumulation"
-        refuse_other_window(self.controller, self._amp_config, why, f"Go on with {_NEXT_TRAINER}.")
+    def _raise_if_window_differs(self) -> None:
+        reason = "a running Trainer cannot change its batch size or accumulation"
+        raise_if_window_differs(self.controller, self._amp_config, reason, f"Go on with {_NEXT_TRAINER}.")
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the optimizer as in Trainer, and set up the dimensions that the arguments cannot express."""
+        """Create the optimizer as in Trainer, and apply the config's settings that TrainingArguments lack."""
         optimizer = super().create_optimizer(*args, **kwargs)
         prepare(setting_beyond_training_arguments(self._amp_config), cast("nn.Module", self.model), optimizer)
         return optimizer
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Create a model as in Trainer. A new model gets a new controller, since the old rung does not hold for it."""
-        if self._attached is not None:
+        """Create a model as in Trainer. A second model gets a new controller, at the config's own precision."""
+        if self._attached_model is not None:
             self.controller.detach()
             self._make_controller()
         return super().call_model_init(trial)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call] # transformers does not type it
-        self._refuse_other_window()
+        self._raise_if_window_differs()
         return prepared
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        # Accelerate's own autocast would be baked into the model's forward.
+        # Accelerate's own autocast would wrap the model's forward, in a fixed precision.
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
 
     def _unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale gradients in place of the accelerator's method, which only unscales in its own fp16."""
-        for one in plain_optimizers(self.accelerator._optimizers if optimizer is None else optimizer):
-            self.controller.unscale_(one)
+        """Replace ``accelerator.unscale_gradients``, which only unscales in Accelerate's own fp16."""
+        for plain_optimizer in unwrap_optimizers(self.accelerator._optimizers if optimizer is None else optimizer):
+            self.controller.unscale_(plain_optimizer)
 
     def autocast_smart_context_manager(
         self,
         cache_enabled: bool | None = True,  # noqa: ARG002 # the Trainer's signature
     ) -> AbstractContextManager[object]:
-        """Return the current rung's autocast."""
+        """Return the autocast context of the current precision."""
         return self.controller.autocast() if torch.is_grad_enabled() else self.controller.validation()
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Run a training step as in Trainer, and keep its arguments to rerun it."""
-        if self._attached is not model:
+        """Run a training step as in Trainer. Its arguments are kept for the controller's diagnosis."""
+        if self._attached_model is not model:
             self.controller.attach(model, self._rerun)
-            self._attached = model
+            self._attached_model = model
         self._latest = model, inputs, num_items_in_batch
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _rerun(self) -> Tensor:
-        """Return the loss of the latest pass, for the controller's diagnosis."""
-        with caught_losses(self.accelerator) as losses:
+        """Run the latest training step again without its backward pass, and return its loss."""
+        with collect_losses_without_backward(self.accelerator) as losses:
             super().training_step(*self._latest)
         return torch.stack(losses).sum()
 
@@ -181,8 +185,8 @@ class AutotuneTrainer(Trainer):
         return loss, convert_to_fp32(logits), labels
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as in Trainer. Raises subclasses of `TrainingStoppedError` too."""
-        self.controller.discard_window()  # of an interrupted training run, whose gradients the Trainer drops
+        """Train as in Trainer. If the controller stops the run, raise its `TrainingStoppedError` at the end."""
+        self.controller.discard_window()  # gradients of an interrupted run, which the Trainer drops
         self.controller.stopped = None
         output = super().train(*args, **kwargs)
         stopped = self.controller.stopped
@@ -196,20 +200,20 @@ class AutotuneTrainer(Trainer):
         raise DemotedError(stopped.message, next_step, stopped.config) from stopped
 
 
-class _KeepingController(PrecisionController):
-    """Controller that keeps an error instead of raising it, so that the Trainer can save a checkpoint first."""
+class _StopStoringController(PrecisionController):
+    """Controller that stores a `TrainingStoppedError` instead of raising it, so that the Trainer saves a checkpoint."""
 
     stopped: TrainingStoppedError | None = None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """End the window as in PrecisionController; an error is kept in `stopped`."""
-        self._keeping(functools.partial(super().update, new_scale))
+        """Update scale and precision as in PrecisionController; store a stop error in `stopped`."""
+        self._store_stop_error(functools.partial(super().update, new_scale))
 
     def synchronize(self) -> None:
-        """Synchronize as in PrecisionController; an error is kept in `stopped`."""
-        self._keeping(super().synchronize)
+        """Synchronize as in PrecisionController; store a stop error in `stopped`."""
+        self._store_stop_error(super().synchronize)
 
-    def _keeping(self, action: Callable[[], object]) -> None:
+    def _store_stop_error(self, action: Callable[[], object]) -> None:
         try:
             action()
         except TrainingStoppedError as error:
@@ -217,20 +221,20 @@ class _KeepingController(PrecisionController):
 
 
 class AutotuneCallback(TrainerCallback):
-    """Callback that logs the state of the trainer's controller, and ends training when the controller requires it.
+    """Callback that logs the controller's metrics, and ends training with a checkpoint when the controller stops it.
 
-    Logs, and reports of them, get the numeric metrics (`autotune_amp.runtime.status.METRICS`), ``state.log_history``
-    also ``autotune_amp/precision``. An `AutotuneTrainer` adds this callback itself.
+    It adds the numeric metrics (`autotune_amp.runtime.status.METRICS`) to each log entry, and to ``state.log_history``
+    ``autotune_amp/precision`` too. An `AutotuneTrainer` adds this callback itself.
     """
 
     def __init__(self, trainer: AutotuneTrainer) -> None:
-        self._trainer = trainer  # the trainer may get another controller
+        self._trainer = trainer  # not its controller, which the trainer may replace
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Add the controller's state to the logs and to the last entry of the history."""
-        found = metric_values(self._trainer.controller.status())
-        kwargs["logs"].update({name: value for name, value in found.items() if not isinstance(value, str)})
-        state.log_history[-1].update(found)
+        """Add the controller's metrics to the logs and to the last entry of the history."""
+        metrics = metric_values(self._trainer.controller.status())
+        kwargs["logs"].update({name: value for name, value in metrics.items() if not isinstance(value, str)})
+        state.log_history[-1].update(metrics)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Request a checkpoint and the end of training if the controller has stopped the run."""
@@ -239,8 +243,8 @@ class AutotuneCallback(TrainerCallback):
 
 
 @contextmanager
-def caught_losses(accelerator: Accelerator) -> Iterator[list[Tensor]]:
-    """Collect the losses that ``training_step`` passes to ``accelerator.backward``, which does nothing meanwhile."""
+def collect_losses_without_backward(accelerator: Accelerator) -> Iterator[list[Tensor]]:
+    """Replace ``accelerator.backward`` within the context: each loss passed to it is appended to the yielded list."""
     losses: list[Tensor] = []
     accelerator.backward = lambda loss, **_: losses.append(loss)
     try:
@@ -249,36 +253,36 @@ def caught_losses(accelerator: Accelerator) -> Iterator[list[Tensor]]:
         del accelerator.backward
 
 
-def refuse_baked_autocast(trainer: Trainer, error: type[InvalidRequestError]) -> None:
-    """Raise `error` for a model that an Accelerator has wrapped in an autocast of its own."""
+def raise_if_model_has_autocast(trainer: Trainer, error: type[InvalidRequestError]) -> None:
+    """Raise `error` if an Accelerator has wrapped the model's forward in its own autocast."""
     model = unwrap(cast("nn.Module", trainer.model))
     if hasattr(model, "_original_forward"):
         raise error(
-            f"The {type(model).__name__} has Accelerate's autocast in its forward: it was trained in mixed precision "
-            "before.",
-            "Load the model anew, or take the autocast off with `accelerator.unwrap_model(model, "
+            f"Accelerate has wrapped the forward of {type(model).__name__} in its own autocast, in an earlier training "
+            "run in mixed precision.",
+            "Load the model again, or remove the autocast with `accelerator.unwrap_model(model, "
             "keep_fp32_wrapper=False)`.",
         )
 
 
-def refuse_contradictions(args: Any, config: AmpConfig) -> None:
+def raise_if_arguments_differ(args: Any, config: AmpConfig) -> None:
     """Raise `InvalidRequestError` for TrainingArguments that differ from the config."""
-    wanted = training_arguments(config)
+    required = training_arguments(config)
     names = ["per_device_train_batch_size", "gradient_accumulation_steps"]
     if config.is_compiled:
         names.append("torch_compile")
-    if args.tf32 is not None and "tf32" in wanted:  # a config as found decides none
+    if args.tf32 is not None and "tf32" in required:  # a config that keeps the script's TF32 flags sets none
         names.append("tf32")
-    found = [(name, getattr(args, name), wanted[name]) for name in names]
-    if args.mixed_precision != "no":  # "no" is fine: the controller sets the precision
-        found.append(("mixed_precision", args.mixed_precision, config.autocast_precision))
-    found.append(("auto_find_batch_size", args.auto_find_batch_size, False))
-    wrong = [f"{name}={given!r}, not {asked!r}" for name, given, asked in found if given != asked]
+    arguments = [(name, getattr(args, name), required[name]) for name in names]
+    if args.mixed_precision != "no":  # with "no" the controller sets the precision
+        arguments.append(("mixed_precision", args.mixed_precision, config.autocast_precision))
+    arguments.append(("auto_find_batch_size", args.auto_find_batch_size, False))
+    wrong = [f"{name}={value!r}, not {needed!r}" for name, value, needed in arguments if value != needed]
     if wrong:
         raise InvalidRequestError(
             f"TrainingArguments, or `accelerate launch`, contradict the config: {'; '.join(wrong)}.",
-            "Make them with amp_config.to_training_arguments(like=args), which keeps the others, and leave "
-            "--mixed_precision out: the config names the precision.",
+            "Use amp_config.to_training_arguments(like=args), which keeps all other arguments, and omit "
+            "--mixed_precision: the config sets the precision.",
         )
     if args.n_gpu > 1:
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""Transformers workload from a Trainer. Its confirmation is measured in the steps of the Trainer itself."""
+"""Workload made from a transformers Trainer. The recommended setting is confirmed in the steps of ``train()``."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from autotune_amp.core.config import AmpConfig, training_arguments
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.workload import Fitting, Workload, type_name
-from autotune_amp.integrations.bridge import lasting, replaced
+from autotune_amp.integrations.bridge import hold_after_last_step, replace_attributes
 from autotune_amp.integrations.transformers import (
     AutotuneCallback,
     AutotuneTrainer,
-    caught_losses,
-    refuse_baked_autocast,
+    collect_losses_without_backward,
+    raise_if_model_has_autocast,
 )
 from autotune_amp.precision.modes import MODES
 
 __all__ = ["workload"]
 
-NUM_STEPS = 10_000  # assumed length of the training run, for schedules that ask; a trial is always its beginning
+NUM_STEPS = 10_000  # assumed length of the training run, for its schedule
 
-# Attributes that training_step does not use, and those that report, write or cannot leave this process.
-_LEFT_BEHIND = (
+# Attributes that are set to None in trials: unused by training_step, reporting, writing, or not picklable.
+_UNSENT_ATTRIBUTES = (
     "accelerator",
     "gather_function",
     "eval_dataset",
@@ -45,67 +45,67 @@ _LEFT_BEHIND = (
     "optimizer",
     "model_init",  # train() would make another model
 )
-_QUIET = {
+_TRIAL_ARGUMENTS = {
     **{"report_to": [], "push_to_hub": False, "output_dir": "", "auto_find_batch_size": False, "debug": []},
     **{"eval_strategy": IntervalStrategy.NO, "eval_on_start": False, "save_strategy": SaveStrategy.NO},
     **{"load_best_model_at_end": False, "max_steps": NUM_STEPS},
 }
-# Methods disabled because the user's callbacks may still request them.
-_LEFT_OUT = ("_save_checkpoint", "save_model", "evaluate", "push_to_hub", "create_model_card")
-# Callbacks that report or upload, and those that rely on an evaluation.
-_OUTSIDE = "transformers.integrations."
-_WITHOUT_EVALUATION = (EarlyStoppingCallback, JITCheckpointCallback)
+# Methods that do nothing in trials, since the user's callbacks may request them.
+_DISABLED_METHODS = ("_save_checkpoint", "save_model", "evaluate", "push_to_hub", "create_model_card")
+# Callbacks left out of trials: those that report or upload, and those that need an evaluation or write checkpoints.
+_REPORTING_PACKAGE = "transformers.integrations."
+_EVALUATION_CALLBACKS = (EarlyStoppingCallback, JITCheckpointCallback)
 
 
 def workload(trainer: Trainer) -> Workload:
     """Return the `Workload` of a Trainer; see `Workload.from_trainer`."""
-    _refuse(trainer)
-    left = _travelling(trainer)
+    _check_trainer(trainer)
+    sendable = _sendable_copy(trainer)
     return Workload(
         model=trainer.model,
-        loss=_Step(left),
+        loss=_StepLoss(sendable),
         data=_loader(trainer),
-        optimizer=_optimizer(trainer),
+        optimizer=_template_optimizer(trainer),
         name=type(trainer.model).__name__,
         accumulation_steps=trainer.args.gradient_accumulation_steps,
         precision=_precision(trainer),
         weighs_passes=_weighs_passes(trainer),
         clip=functools.partial(_clip, trainer.args.max_grad_norm),
-        schedule=_Schedule(left),
-        fit=_Fit(trainer),
+        schedule=_SchedulerFactory(sendable),
+        fit=_TrainFunction(trainer),
         trainer=type(trainer).__name__,
     )
 
 
-def _refuse(trainer: Trainer) -> None:
+def _check_trainer(trainer: Trainer) -> None:
     if isinstance(trainer, AutotuneTrainer):
         raise WorkloadError(
-            f"{type_name(trainer)} is an AutotuneTrainer, which sets the precision that is to be searched.",
-            "Give the Trainer that it is made from, with the same arguments.",
+            f"{type_name(trainer)} is an AutotuneTrainer, whose precision is already set by a config.",
+            "Pass a plain Trainer with the same arguments.",
         )
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise WorkloadError(
-            "The Trainer trains under DeepSpeed or FSDP, and a trial on one device alone.",
-            "Give a Trainer without them whose model fits on one device.",
+            "The Trainer uses DeepSpeed or FSDP, but trials run without them, on one device.",
+            "Pass a Trainer without them, with a model that fits on one device.",
         )
     if trainer.train_dataset is None:
         raise WorkloadError(
             "The Trainer has no train_dataset.",
-            "Give it the dataset that it trains on: Trainer(..., train_dataset=dataset).",
+            "Set the dataset that it trains on: Trainer(..., train_dataset=dataset).",
         )
-    refuse_baked_autocast(trainer, WorkloadError)
+    raise_if_model_has_autocast(trainer, WorkloadError)
 
 
 def _precision(trainer: Trainer) -> Precision | None:
-    """Return the precision of Accelerate's autocast; None without one (as fp16 on a CPU): torch's flags count."""
+    """Return the precision of Accelerate's autocast, or None without autocast, as for fp16 on a CPU."""
     mode = MODES.get(trainer.accelerator.mixed_precision)
     return mode.precision if trainer.accelerator.native_amp and mode is not None and mode.uses_autocast else None
 
 
 def _weighs_passes(trainer: Trainer) -> bool:
-    """Return whether ``training_step`` divides a loss by the number of items in all passes of its step.
+    """Whether ``training_step`` divides a loss by the number of items in all passes of its optimizer step.
 
-    Items are counted only under "labels"; without them a mean loss is divided by the number of passes.
+    The Trainer counts items only in "labels"; without them it divides a mean loss by the number of passes.
     """
     if trainer.loss_is_scaled_for_ga is not None:
         return trainer.loss_is_scaled_for_ga
@@ -115,19 +115,19 @@ def _weighs_passes(trainer: Trainer) -> bool:
 
 def _loader(trainer: Trainer) -> DataLoader[Any]:
     """Return the trainer's own train loader, with its collator and sampler, at the batch size of one device."""
-    maker = copy.copy(trainer)
-    maker.accelerator = copy.copy(trainer.accelerator)
-    maker.accelerator.prepare = lambda loader: loader  # it is needed unprepared
-    maker._train_batch_size = trainer.args.per_device_train_batch_size
+    copied = copy.copy(trainer)
+    copied.accelerator = copy.copy(trainer.accelerator)
+    copied.accelerator.prepare = lambda loader: loader  # the search prepares it itself
+    copied._train_batch_size = trainer.args.per_device_train_batch_size
     if type(trainer)._remove_unused_columns is Trainer._remove_unused_columns:
-        vars(maker)["_remove_unused_columns"] = functools.partial(_with_used_columns, maker)
-    return maker.get_train_dataloader()
+        vars(copied)["_remove_unused_columns"] = functools.partial(_remove_unused_columns, copied)
+    return copied.get_train_dataloader()
 
 
-def _with_used_columns(trainer: Trainer, dataset: Any, description: str | None = None) -> Any:
+def _remove_unused_columns(trainer: Trainer, dataset: Any, description: str | None = None) -> Any:
     """Return the dataset without unused columns, removed in a fixed order.
 
-    The Trainer removes them in the order of a set, which changes the dataset's own digest.
+    The Trainer removes them in the order of a set, which differs between processes and changes the dataset's digest.
     """
     if trainer.args.remove_unused_columns:
         trainer._set_signature_columns_if_needed()
@@ -137,67 +137,67 @@ def _with_used_columns(trainer: Trainer, dataset: Any, description: str | None =
     return Trainer._remove_unused_columns(trainer, dataset, description)
 
 
-def _optimizer(trainer: Trainer) -> torch.optim.Optimizer:
-    """Return the trainer's own optimizer, or one made the same way; only its class and hyperparameters are used."""
-    maker = copy.copy(trainer)
-    optimizer = maker.create_optimizer()
+def _template_optimizer(trainer: Trainer) -> torch.optim.Optimizer:
+    """Return the trainer's optimizer, or make it on a copy; only its class and hyperparameters are used."""
+    copied = copy.copy(trainer)
+    optimizer = copied.create_optimizer()
     return getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it in training
 
 
-def _travelling(trainer: Trainer) -> Trainer:
-    """Return a copy of the trainer that can be sent to trials, sharing the model and the dataset."""
-    left = copy.copy(trainer)
-    left.__dict__.update(dict.fromkeys(_LEFT_BEHIND))
-    left.args = copy.copy(trainer.args)
-    left.args.__dict__.update(_QUIET, distributed_state=None, gradient_accumulation_steps=1)
-    left.args.__dict__.pop("_setup_devices", None)  # recomputed where it runs
+def _sendable_copy(trainer: Trainer) -> Trainer:
+    """Return a copy of the trainer that can be pickled for trials and shares the model and the dataset."""
+    copied = copy.copy(trainer)
+    copied.__dict__.update(dict.fromkeys(_UNSENT_ATTRIBUTES))
+    copied.args = copy.copy(trainer.args)
+    copied.args.__dict__.update(_TRIAL_ARGUMENTS, distributed_state=None, gradient_accumulation_steps=1)
+    copied.args.__dict__.pop("_setup_devices", None)  # recomputed in the trial
     flow = [DefaultFlowCallback()]
-    left.callback_handler = CallbackHandler(flow, left.model, left.processing_class, None, None)  # type: ignore[no-untyped-call] # transformers does not type it
-    left.state, left.control = TrainerState(), TrainerControl()
-    return left
+    copied.callback_handler = CallbackHandler(flow, copied.model, copied.processing_class, None, None)  # type: ignore[no-untyped-call] # transformers does not type it
+    copied.state, copied.control = TrainerState(), TrainerControl()
+    return copied
 
 
-def _arrive(trainer: Trainer, device: torch.device, mixed_precision: str = "no") -> None:
-    """Set the trainer up on `device`. Without a mixed precision of its own, the trial sets the precision.
+def _set_up_on_device(trainer: Trainer, device: torch.device, mixed_precision: str = "no") -> None:
+    """Set the trainer up on `device`, with the `mixed_precision` of its accelerator: "no", "fp16" or "bf16".
 
     Raises `WorkloadError` if the Trainer would train on another device.
     """
     args = trainer.args
-    args.__dict__.pop("_setup_devices", None)  # recomputed
+    args.__dict__.pop("_setup_devices", None)  # recomputed by `args.device`
     args.use_cpu = device.type == "cpu"
-    found = args.device
-    if found.type != device.type or (found.index or 0) != (device.index or 0):
+    trainer_device = args.device
+    if trainer_device.type != device.type or (trainer_device.index or 0) != (device.index or 0):
         raise WorkloadError(
-            f"The Trainer would train on {found}, the trial on {device}.",
-            f"Search with device={str(found)!r}, and choose among several by CUDA_VISIBLE_DEVICES.",
+            f"The Trainer would train on {trainer_device}, but the trial runs on {device}.",
+            f"Search with device={str(trainer_device)!r}, and choose among several by CUDA_VISIBLE_DEVICES.",
         )
     args._n_gpu = min(1, args.n_gpu)
     args.mixed_precision = mixed_precision
     trainer.create_accelerator_and_postprocess()
 
 
-class _Step:
-    """Function ``loss(model, batch)`` that returns the loss on which the trainer's training_step runs backward."""
+class _StepLoss:
+    """Function ``loss(model, batch)``: returns the loss that the trainer's training_step would run backward from."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._made_ready: WeakSet[nn.Module] | None = None  # models set up in this process
+        self._ready_models: WeakSet[nn.Module] | None = None  # models set up in this process, if any
         self._prepared: tuple[nn.Module, nn.Module] | None = None  # the latest model, and its prepared wrapper
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the loss of one pass over `batch`, as if it were the whole optimizer step."""
         trainer = self._trainer
-        if self._made_ready is None:
-            _arrive(trainer, next(model.parameters()).device)
-            self._made_ready = WeakSet()
+        if self._ready_models is None:
+            _set_up_on_device(trainer, next(model.parameters()).device)
+            self._ready_models = WeakSet()
         if self._prepared is None or self._prepared[0] is not model:
-            if model not in self._made_ready:
-                self._made_ready.add(model)
-                self._make_ready(model)
+            if model not in self._ready_models:
+                self._ready_models.add(model)
+                self._set_up_model(model)
             self._prepared = model, trainer.accelerator.prepare_model(model)
         (inputs,), num_items = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
         trainer.current_gradient_accumulation_steps = 1
-        with caught_losses(trainer.accelerator) as losses:
+        with collect_losses_without_backward(trainer.accelerator) as losses:
             trainer.training_step(self._prepared[1], inputs, num_items)
         if not losses:
             raise WorkloadError(
@@ -206,38 +206,38 @@ class _Step:
             )
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def _make_ready(self, model: nn.Module) -> None:
-        """Apply all that ``train()`` does to a model before its loop: checkpointing, NEFTune, Liger kernels."""
+    def _set_up_model(self, model: nn.Module) -> None:
+        """Run ``train()`` without its loop: it sets up activation checkpointing, NEFTune and Liger kernels."""
         self._trainer.model = self._trainer.model_wrapped = model
         vars(self._trainer)["_inner_training_loop"] = lambda **_: None
         Trainer.train(self._trainer)
 
 
 def _clip(max_norm: float, model: nn.Module) -> None:
-    """Clip as the Trainer does before each step; without clipping the norm is still computed, as for its logs."""
+    """Clip gradients as the Trainer does; without clipping the norm is still computed, as for the Trainer's logs."""
     nn.utils.clip_grad_norm_(model.parameters(), max_norm if max_norm > 0 else torch.inf)
 
 
-class _Schedule:
-    """Function ``schedule(optimizer)`` that returns the trainer's own scheduler, unless an evaluation steps it."""
+class _SchedulerFactory:
+    """Function ``schedule(optimizer)``: returns the trainer's scheduler, or none if it steps after evaluations."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> list[Any]:
-        maker = copy.copy(self._trainer)
-        maker.optimizer, maker.lr_scheduler = optimizer, None
-        scheduler: Any = maker.create_scheduler(NUM_STEPS, optimizer)
-        return [] if isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)) else [lasting(scheduler)]
+        copied = copy.copy(self._trainer)
+        copied.optimizer, copied.lr_scheduler = optimizer, None
+        scheduler: Any = copied.create_scheduler(NUM_STEPS, optimizer)
+        return [] if isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)) else [hold_after_last_step(scheduler)]
 
 
-class _Fit:
-    """Function ``fit(fitting)`` that runs the trainer's own ``train()`` without saving, evaluation and reports."""
+class _TrainFunction:
+    """Function ``fit(fitting)``: runs the trainer's ``train()`` without checkpoints, evaluation and reports."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = left = _travelling(trainer)
-        kept = [one for one in trainer.callback_handler.callbacks if not _is_left_out(one)]
-        self._callbacks = [_told_of(one, trainer, left) for one in kept]
+        self._trainer = copied = _sendable_copy(trainer)
+        callbacks = [callback for callback in trainer.callback_handler.callbacks if not _is_excluded(callback)]
+        self._callbacks = [_redirect_callback(callback, trainer, copied) for callback in callbacks]
 
     def __call__(self, fitting: Fitting) -> None:
         trainer, model = self._trainer, fitting.model
@@ -246,20 +246,22 @@ class _Fit:
         trainer.args.__dict__.update(training_arguments(config))
         trainer.model = trainer.model_wrapped = model
         callbacks = [copy.copy(callback) for callback in self._callbacks]
-        if config.precision == "fp16" and device.type == "cpu":  # where Accelerate has no fp16
-            callbacks.insert(0, _take_controller(trainer, config))
+        if config.precision == "fp16" and device.type == "cpu":  # Accelerate has no fp16 there
+            callbacks.insert(0, _convert_to_autotune_trainer(trainer, config))
         mode = MODES[config.precision]
-        _arrive(trainer, device, mode.precision if mode.uses_autocast else "no")
+        _set_up_on_device(trainer, device, mode.precision if mode.uses_autocast else "no")
         trainer._train_batch_size = trainer.args.train_batch_size
         if fitting.scaler is not None and not isinstance(trainer, AutotuneTrainer):
             trainer.accelerator.scaler = fitting.scaler
-        step = _LatestLoss(trainer.training_step)
-        callbacks.append(_StepEnds(lambda: fitting.stepped(step.loss, trainer.current_gradient_accumulation_steps)))
+        step = _LossRecorder(trainer.training_step)
+        callbacks.append(
+            _StepEndCallback(lambda: fitting.stepped(step.loss, trainer.current_gradient_accumulation_steps))
+        )
         trainer.callback_handler = CallbackHandler(callbacks, model, trainer.processing_class, None, None)  # type: ignore[no-untyped-call] # transformers does not type it
         trainer.control = TrainerControl()
         trainer.optimizer, trainer.lr_scheduler = fitting.optimizer, None
         try:
-            with replaced(trainer, training_step=step, **dict.fromkeys(_LEFT_OUT, _nothing)):
+            with replace_attributes(trainer, training_step=step, **dict.fromkeys(_DISABLED_METHODS, _do_nothing)):
                 trainer.train()
         finally:
             trainer.accelerator.free_memory()
@@ -268,44 +270,44 @@ class _Fit:
             trainer.callback_handler.callbacks.clear()
 
 
-def _is_left_out(callback: TrainerCallback) -> bool:
-    is_outside = any(kind.__module__.startswith(_OUTSIDE) for kind in type(callback).__mro__)
-    return is_outside or isinstance(callback, _WITHOUT_EVALUATION)
+def _is_excluded(callback: TrainerCallback) -> bool:
+    is_reporting = any(kind.__module__.startswith(_REPORTING_PACKAGE) for kind in type(callback).__mro__)
+    return is_reporting or isinstance(callback, _EVALUATION_CALLBACKS)
 
 
-def _told_of(callback: TrainerCallback, trainer: Trainer, left: Trainer) -> TrainerCallback:
-    """Return a copy of a callback that refers to `left` instead of `trainer`."""
-    own = copy.copy(callback)
-    vars(own).update({name: left for name, value in vars(callback).items() if value is trainer})
-    return own
+def _redirect_callback(callback: TrainerCallback, trainer: Trainer, copied_trainer: Trainer) -> TrainerCallback:
+    """Return a copy of a callback that refers to `copied_trainer` instead of `trainer`."""
+    copied = copy.copy(callback)
+    vars(copied).update({name: copied_trainer for name, value in vars(callback).items() if value is trainer})
+    return copied
 
 
-def _take_controller(trainer: Trainer, config: AmpConfig) -> TrainerCallback:
+def _convert_to_autotune_trainer(trainer: Trainer, config: AmpConfig) -> TrainerCallback:
     """Turn the trainer into an AutotuneTrainer in place, and return the callback that it needs."""
     tuned: Any = trainer
     if not isinstance(trainer, AutotuneTrainer):
         tuned.__class__ = type(type(trainer).__name__, (AutotuneTrainer, type(trainer)), {})
-    tuned._amp_config, tuned._controller_options, tuned._attached = config, {}, None
+    tuned._amp_config, tuned._controller_options, tuned._attached_model = config, {}, None
     return AutotuneCallback(tuned)
 
 
-def _nothing(*_: Any, **__: Any) -> dict[str, Any]:
+def _do_nothing(*_: Any, **__: Any) -> dict[str, Any]:
     return {}
 
 
-class _LatestLoss:
-    """Wrapper of a training_step that keeps the loss it returned last."""
+class _LossRecorder:
+    """Wrapper of a training_step that stores the loss of its latest call."""
 
-    def __init__(self, own: Callable[..., Tensor]) -> None:
-        self._own = own
+    def __init__(self, training_step: Callable[..., Tensor]) -> None:
+        self._training_step = training_step
         self.loss: Tensor | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.loss = self._own(*args, **kwargs)
+        self.loss = self._training_step(*args, **kwargs)
         return self.loss
 
 
-class _StepEnds(TrainerCallback):
+class _StepEndCallback(TrainerCallback):
     """Callback that calls `stepped` at the end of each optimizer step."""
 
     def __init__(self, stepped: Callable[[], None]) -> None:

@@ -1,1 +1,1 @@
-"""Output for people: progress, results, errors."""
+"""Output: progress and results on the terminal, HTML reports, error messages."""

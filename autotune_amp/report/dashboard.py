@@ -1,4 +1,4 @@
-"""Server of Optuna's dashboard on a study, which only this machine can reach."""
+"""Local server of Optuna's dashboard for a study."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.search.storage.database import connected
 
-_HOST = "127.0.0.1"  # the dashboard asks for no password
+_HOST = "127.0.0.1"  # the dashboard has no password, so only this machine may connect
 
 
 class DashboardServer(ThreadingMixIn, WSGIServer):
-    """Server that answers a browser's requests concurrently, and waits for none of them when it ends."""
+    """Server that answers requests concurrently, and does not wait for them when it closes."""
 
     daemon_threads = True
 
@@ -33,11 +33,11 @@ class _Handler(WSGIRequestHandler):
 
 
 @contextmanager
-def serving(storage: str | Path, port: int) -> Iterator[DashboardServer]:
-    """Open a server that listens on `port`, where 0 is any free one; close it when the context ends.
+def open_dashboard(storage: str | Path, port: int) -> Iterator[DashboardServer]:
+    """Start a server that listens on `port` (0: any free one), and close it when the context ends.
 
     `storage` is an Optuna storage URL or a study's own file. Raises `InvalidRequestError` if optuna-dashboard is not
-    installed or the port is taken, `StudyError` if the storage cannot be used.
+    installed or the port is in use, `StudyError` if the storage cannot be used.
     """
     try:
         from optuna_dashboard import wsgi
@@ -51,7 +51,7 @@ def serving(storage: str | Path, port: int) -> Iterator[DashboardServer]:
             server = make_server(_HOST, port, wsgi(database), DashboardServer, _Handler)
         except OSError as error:
             raise InvalidRequestError(
-                f"Port {port} cannot be used: {error.strerror}.", "Give another with --port; 0 is any free one."
+                f"Port {port} cannot be used: {error.strerror}.", "Choose another with --port; 0 is any free one."
             ) from error
         with server:
             yield server

@@ -12,7 +12,7 @@ from autotune_amp.core.outcome import DAMAGE_COLUMNS
 from autotune_amp.core.text import count, one_line
 from autotune_amp.diagnostics import profile_amp
 from autotune_amp.diagnostics.memory import results
-from autotune_amp.report.terminal import grid, new_table, print_panel
+from autotune_amp.report.terminal import label_table, new_table, print_panel
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
     from autotune_amp.diagnostics.profile_amp import AmpProfile
 
 _NAME_WIDTH = 40
-_STYLES = {"faithful": "bold green", "unfaithful": "bold red"}
+_VERDICT_STYLES = {"faithful": "bold green", "unfaithful": "bold red"}
 
 
 def print_fidelity(fidelity: Fidelity, console: Console) -> None:
-    """Print the verdict with its reason and the next step, the numbers behind it, and the most damaged modules."""
+    """Print the verdict, the most damaged modules, and the reason with its numbers and the next step."""
     heading = Text(f"{fidelity.heading()}: ")
-    console.print(heading.append(fidelity.verdict, _STYLES.get(fidelity.verdict, "yellow")))
+    console.print(heading.append(fidelity.verdict, _VERDICT_STYLES.get(fidelity.verdict, "yellow")))
     if fidelity.modules:
         first, *numbers, last = DAMAGE_COLUMNS
         table = new_table(first, *numbers, last=last, first_width=_NAME_WIDTH)
-        for found in fidelity.most_damaged():
-            style = "bold red" if found.name in fidelity.culprits else ""
-            table.add_row(*map(Text, found.cells()), style=style)
+        for damage in fidelity.most_damaged():
+            style = "bold red" if damage.name in fidelity.culprits else ""
+            table.add_row(*map(Text, damage.cells()), style=style)
         console.print(table)
     print_panel("Does it learn what fp32 learns?", fidelity.facts(), console)
 
 
 def print_memory(profile: MemoryProfile, console: Console) -> None:
-    """Print the memory of each part and of the modules' activations in each precision, the batch that fits, and the
-    advice on what would free most."""
+    """Print the memory of each part and of the modules' activations in each precision, the largest batch size that
+    fits, and advice on how to reduce memory."""
     console.print(Text(results.heading(profile)))
     names = [row.precision for row, _ in results.measured_rows(profile)]
     for first, lines in (("held by", results.parts(profile)), ("activations of", results.modules(profile))):
@@ -54,7 +54,7 @@ def print_memory(profile: MemoryProfile, console: Console) -> None:
 
 
 def print_profile(profile: AmpProfile, console: Console) -> None:
-    """Print the precisions, the parts of a step's time in fp32 and in the best other precision, and what to try."""
+    """Print speed-up and memory of each precision, the parts of a step's time, and advice."""
     console.print(Text(profile_amp.heading(profile)))
     console.print(_precisions(profile))
     print_panel("Does mixed precision pay here?", profile_amp.facts(profile), console)
@@ -72,24 +72,24 @@ def _precisions(profile: AmpProfile) -> Table:
 
 
 def print_check(report: CheckReport, console: Console) -> None:
-    """Print a block for each finding, in order of severity; then the scope of the check, and what it cannot see."""
+    """Print a block for each finding, in order of severity; then the scope and the limits of the check."""
     num_breaking = sum(finding.severity == "breaks" for finding in report.findings)
-    found = (
+    summary = (
         f"{num_breaking} will break, {len(report.findings) - num_breaking} will hurt"
         if report.findings
         else "nothing found"
     )
-    console.print(Text(f"{one_line(report.workload)} under {report.device}'s autocast: {found}", "bold"))
+    console.print(Text(f"{one_line(report.workload)} under {report.device}'s autocast: {summary}", "bold"))
     for finding in report.findings:
         console.print()
         _print_finding(finding, console)
     console.print()
-    console.print(grid(_looked_at(report)))
+    console.print(label_table(_scope_lines(report)))
 
 
 def _print_finding(finding: Finding, console: Console) -> None:
     verb, style = ("will break", "bold red") if finding.severity == "breaks" else ("will hurt", "yellow")
-    where = "the source is not known" if finding.file is None else f"{one_line(finding.file)}:{finding.line}"
+    where = "source unknown" if finding.file is None else f"{one_line(finding.file)}:{finding.line}"
     console.print(Text.assemble((verb, style), f" in {', '.join(finding.precisions)}: {finding.rule}"))
     console.print(Text(f"  {where}"), soft_wrap=True)
     first, *others = finding.modules
@@ -99,17 +99,17 @@ def _print_finding(finding: Finding, console: Console) -> None:
         ("why", finding.why),
         ("fix", finding.mend),
     ]
-    console.print(Padding(grid([line for line in lines if line[1]]), (0, 0, 0, 2)))
+    console.print(Padding(label_table([line for line in lines if line[1]]), (0, 0, 0, 2)))
 
 
-def _looked_at(report: CheckReport) -> list[tuple[str, str]]:
+def _scope_lines(report: CheckReport) -> list[tuple[str, str]]:
     files = count(len(report.files), "file")
     step = f"one fp32 step of {count(report.batch_size, 'sample')} on the CPU: {count(report.num_calls, 'call')}"
-    lines = [("looked at", f"{step} in {count(report.num_modules, 'module')}; {files} of yours read")]
+    lines = [("checked", f"{step} in {count(report.num_modules, 'module')}; {files} of yours read")]
     if report.unread:
         names = ", ".join(map(one_line, report.unread[:3]))
         lines.append(("note", f"The source of {names}{' and others' * (len(report.unread) > 3)} could not be read."))
     if report.problem is not None:
         lines.append(("warning", f"The recording ended early: {one_line(report.problem)}"))
-    unseen = "Branches that this step did not take, and numbers that only training brings about."
-    return [*lines, ("not seen", unseen)]
+    limits = "Branches that this step did not take, and values that occur only later in training."
+    return [*lines, ("not checked", limits)]

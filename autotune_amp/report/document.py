@@ -1,4 +1,4 @@
-"""One self-contained HTML file, with sections and charts in a page that follows the reader's theme.
+"""Self-contained HTML page with sections and charts, in the dark or light theme of the reader's browser.
 
 Colours are CSS variables (page.css), also in figures: page.js resolves them when it draws, and draws again when the
 theme changes. plotly.js is embedded in compressed form, at two fifths of its size.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def marker(kind: str) -> str:
-    """Return the tag near the start of our pages that distinguishes them from other files; `kind` is as in `page`."""
+    """Return the tag of autotune_amp pages, which `files` checks before overwriting; `kind` is "search" or "run"."""
     return f'<meta name="generator" content="autotune_amp {kind}">'
 
 
@@ -49,21 +49,21 @@ def page(
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{marker(kind)}\n{reloads}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{text(title)}</title>\n<style>\n{style()}{_ours('page.css')}</style>\n</head>\n<body>\n"
+        f"<title>{text(title)}</title>\n<style>\n{style()}{_page_file('page.css')}</style>\n</head>\n<body>\n"
         '<header><span class="brand">autotune_amp</span><button id="theme" type="button">Dark</button></header>\n'
         f'<main class="amp-pieces">\n<h1>{text(title)}</h1>\n{lead}\n' + "\n".join(parts) + "\n</main>\n"
         f'<script type="application/octet-stream" id="plotly">{_plotly()}</script>\n'
-        f"<script>\n{_ours('page.js')}</script>\n</body>\n</html>\n"
+        f"<script>\n{_page_file('page.js')}</script>\n</body>\n</html>\n"
     )
 
 
-def chart(drawn: Figure, caption: str = "") -> str:
-    """Return a figure as HTML, with a caption on how to read it."""
+def chart(figure: Figure, caption: str = "") -> str:
+    """Return a figure as HTML, with a caption below it."""
     below = f"<figcaption>{text(caption)}</figcaption>" if caption else ""
     return (
-        f'<figure class="chart"><div class="plot" style="min-height:{drawn.layout.height}px">'
+        f'<figure class="chart"><div class="plot" style="min-height:{figure.layout.height}px">'
         '<p class="absent">JavaScript draws this chart, in any browser from 2024 on.</p></div>'
-        f'<script type="application/json">{drawn.to_json()}</script>{below}</figure>'
+        f'<script type="application/json">{figure.to_json()}</script>{below}</figure>'
     )
 
 
@@ -75,7 +75,7 @@ def code(title: str, lines: str) -> str:
     )
 
 
-def _ours(name: str) -> str:
+def _page_file(name: str) -> str:
     return files("autotune_amp.report").joinpath("page", name).read_text("utf-8")
 
 

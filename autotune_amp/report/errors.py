@@ -10,7 +10,7 @@ from autotune_amp.core.recommendation import NothingWorksError, SearchInterrupte
 
 
 def error_document(error: AutotuneAmpError) -> str:
-    """Return `error` as the JSON document that takes the place of the result on standard output."""
+    """Return `error` as a JSON document, which is printed in place of the result."""
     excluded = error.excluded if isinstance(error, (NothingWorksError, SearchInterruptedError)) else ()
     best = error.best if isinstance(error, SearchInterruptedError) else None
     document: dict[str, Any] = {

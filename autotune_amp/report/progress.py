@@ -1,4 +1,4 @@
-"""TerminalProgress: displays a running search on a terminal or in a notebook, and as plain lines elsewhere."""
+"""Display of a running search: redrawn in place on a terminal or in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-# Rich is imported in functions: a cached recommendation, which needs no drawing, must not wait for it.
-_DRAW_SECONDS = 0.1
+# Rich is imported in functions: a search that returns a saved recommendation draws nothing and need not wait for it.
+_DRAW_SECONDS = 0.1  # between two drawings of the display
 _LINE_SECONDS = 10.0  # between two lines about the activity of a job, on a screen that cannot redraw
-_MAX_HELD = 65536
+_MAX_PENDING_CHARACTERS = 65536  # of output, which is printed before the next drawing if it is longer
 
 
-class Screen:
-    """Screen of plain lines, for files, pipes and dumb terminals. A search goes on after its reader stops reading."""
+class TextScreen:
+    """Screen of plain lines, for files, pipes and dumb terminals. Errors of writing are ignored."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._is_mid_line = False
-        self._said_at = time.monotonic()
+        self._last_line_at = time.monotonic()
 
-    def line(self, text: str, style: str = "", is_cut: bool = False) -> None:  # noqa: ARG002 - all for a terminal
-        """Print one line of ours, never after an unfinished line of the user's. `is_cut`: the line may be shortened."""
+    def line(self, text: str, style: str = "", is_cut: bool = False) -> None:  # noqa: ARG002 - used by LiveScreen
+        """Print a line of the search; first end an unfinished line of the user's. `is_cut`: it may be shortened."""
         self.end_line()
         self.write(printable(text) + "\n")
 
@@ -47,16 +47,16 @@ class Screen:
         self._is_mid_line = not text.endswith("\n")
 
     def draw(self, display: Callable[[], RenderableType]) -> None:
-        """Redraw the display, on a screen that can."""
+        """Redraw the display; do nothing on a screen of plain lines."""
 
     def activity(self, text: str) -> None:
         """Print a line about the activity of a job, once every ten seconds at most."""
-        if time.monotonic() - self._said_at >= _LINE_SECONDS:
-            self._said_at = time.monotonic()
+        if time.monotonic() - self._last_line_at >= _LINE_SECONDS:
+            self._last_line_at = time.monotonic()
             self.line(f"  {text}")
 
     def close(self) -> None:
-        """Leave the stream as it was before."""
+        """End an unfinished line, and restore the stream."""
         self.end_line()
 
     def end_line(self) -> None:
@@ -66,18 +66,18 @@ class Screen:
             self._is_mid_line = False
 
     def write(self, text: str) -> None:
-        """Write to the stream, and escape the characters that its encoding lacks."""
+        """Write to the stream with characters that its encoding lacks escaped; ignore errors."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         with suppress(OSError):
             self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             self._stream.flush()
 
 
-class LiveScreen(Screen):
-    """`Screen` with a few lines at the bottom that are redrawn in place, at most ten times a second.
+class LiveScreen(TextScreen):
+    """Screen of a terminal: a few lines at the bottom are redrawn in place, at most ten times a second.
 
-    The user's text is collected between two drawings, so that many small prints cost no more than one large one. An
-    unfinished line is held back, since the display begins on a line of its own; a very long one is broken.
+    The user's text is collected and printed before the next drawing, which makes many small prints cheap. An unfinished
+    line waits for its end, since the display needs a line of its own; one of more than 65,536 characters is broken.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -85,12 +85,12 @@ class LiveScreen(Screen):
         from rich.live import Live
 
         super().__init__(stream)
-        self._held = ""
+        self._pending_text = ""
         self._drawn_at = -_DRAW_SECONDS
-        # Rich writes through this screen: its `write` takes any character and ignores that the reader has left.
+        # Rich writes through this screen, whose `write` escapes characters and ignores errors.
         self.flush, self.isatty, self.encoding = stream.flush, stream.isatty, stream.encoding
         self._console = Console(file=cast("TextIO", self), force_terminal=True, highlight=False)
-        # No refresh thread: `tick` comes often enough, and rich does not wait for its thread when it stops.
+        # No refresh thread: `tick` is called often enough, and rich would stop without waiting for the thread.
         self._live = Live(
             console=self._console,
             auto_refresh=False,
@@ -101,10 +101,10 @@ class LiveScreen(Screen):
         self._live.start()
 
     def line(self, text: str, style: str = "", is_cut: bool = False) -> None:
-        """Print one line of ours above the display, cut or wrapped to the terminal's width."""
+        """Print a line of the search above the display, cut or wrapped to the terminal's width."""
         from rich.text import Text
 
-        self._release(everything=True)
+        self._print_pending(everything=True)
         text = printable(text)
         if not is_cut:
             text = textwrap.fill(text, self._console.width, subsequent_indent="    ", break_on_hyphens=False)
@@ -112,42 +112,42 @@ class LiveScreen(Screen):
 
     def output(self, text: str) -> None:
         """Print text from the user's own code above the display."""
-        self._held += text
-        if len(self._held) >= _MAX_HELD:
-            self._release(everything="\n" not in self._held)
+        self._pending_text += text
+        if len(self._pending_text) >= _MAX_PENDING_CHARACTERS:
+            self._print_pending(everything="\n" not in self._pending_text)
 
     def draw(self, display: Callable[[], RenderableType]) -> None:
         """Redraw the display, unless it was drawn less than a tenth of a second ago."""
         now = time.monotonic()
         if now - self._drawn_at >= _DRAW_SECONDS:
             self._drawn_at = now
-            self._release()
+            self._print_pending()
             self._live.update(display(), refresh=True)
 
     def close(self) -> None:
         """Remove the display and show the cursor again."""
-        self._release(everything=True)
+        self._print_pending(everything=True)
         self._live.stop()
 
     def activity(self, text: str) -> None:
         """Print nothing: the display shows the activity."""
 
-    def _release(self, everything: bool = False) -> None:
+    def _print_pending(self, everything: bool = False) -> None:
         from rich.segment import Segment, Segments
 
-        text = self._held
+        text = self._pending_text
         if everything and text and not text.endswith("\n"):
             text += "\n"
-        whole, newline, self._held = text.rpartition("\n")
+        whole, newline, self._pending_text = text.rpartition("\n")
         if newline:
             # A bare segment, so that rich does not wrap, measure or interpret the text.
             self._console.print(Segments([Segment(whole + newline)]), crop=False)
 
 
-class NotebookScreen(Screen):
-    """`Screen` for a notebook's cell: rich's display, redrawn in place, and plain lines below it.
+class NotebookScreen(TextScreen):
+    """Screen of a notebook's cell: a display that is redrawn in place, and plain lines below it.
 
-    It writes to standard output, since notebooks show standard error like a failure.
+    It writes to standard output, since notebooks highlight standard error as a failure.
     """
 
     def __init__(self) -> None:
@@ -163,18 +163,18 @@ class NotebookScreen(Screen):
         now = time.monotonic()
         if now - self._drawn_at >= _DRAW_SECONDS:
             self._drawn_at = now
-            drawn = Padding(display(), 0)
+            padded_display = Padding(display(), 0)
             if self._handle is None:
                 self._handle = DisplayHandle()
-                self._handle.display(drawn)
+                self._handle.display(padded_display)
             else:
-                self._handle.update(drawn)
+                self._handle.update(padded_display)
 
     def activity(self, text: str) -> None:
         """Print nothing: the display shows the activity."""
 
     def close(self) -> None:
-        """Empty the display, since a kernel cannot remove it from the cell."""
+        """Empty the display; it cannot be removed from the cell."""
         from IPython.display import HTML
 
         super().close()
@@ -189,23 +189,23 @@ def _is_in_notebook() -> bool:
 
 
 class TerminalProgress(Progress):
-    """Display of a search: live on a terminal and in a notebook, else one line on `stream` for each phase and trial."""
+    """Display of a search: redrawn on a terminal or in a notebook, else a line on `stream` per phase and trial."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._screen = Screen(stream)
+        self._screen = TextScreen(stream)
         self._phase = ""
         self._budget_seconds: float | None = None
         self._elapsed_seconds = 0.0
         self._best = "-"
-        self._heads: dict[str, str] = {}  # the running trial of each slot
-        self._trials: dict[str, str] = {}  # the same, with its progress
+        self._trial_labels: dict[str, str] = {}  # the running trial of each slot, without its progress
+        self._trial_lines: dict[str, str] = {}  # the running trial of each slot, with its progress
         self._shown_details: set[str] = set()
 
     def started(self, study: str, folder: str, budget_seconds: float | None) -> None:  # noqa: ARG002
         """Print the study's folder and the budget, and begin the live display.
 
-        A budget of None lasts until the search is decided and confirmed.
+        Without a budget (None) the search lasts until it is decided and confirmed.
         """
         self.work_started(budget_seconds)
         how_long = "until it is decided and confirmed" if budget_seconds is None else duration(budget_seconds)
@@ -213,7 +213,7 @@ class TerminalProgress(Progress):
         self._screen.line(f"Study {folder}: {how_long}. {stop} keeps the best so far.")
 
     def work_started(self, budget_seconds: float | None) -> None:
-        """Begin the live display of a terminal or notebook, which lasts until `ended`."""
+        """Begin the live display if this is a terminal or notebook; `ended` removes it."""
         self._budget_seconds = budget_seconds
         if _is_in_notebook():
             self._screen.close()
@@ -236,7 +236,7 @@ class TerminalProgress(Progress):
 
     def trial_started(self, number: int, candidate: Setting, purpose: Purpose, slot: str | None = None) -> None:  # noqa: ARG002
         """Show the running trial."""
-        self._heads[slot or "now"] = f"{candidate!s:<18}  trial {number}: "
+        self._trial_labels[slot or "now"] = f"{candidate!s:<18}  trial {number}: "
         self._show(slot, "setting up")
 
     def step(self, num_steps: int, step_seconds: float, slot: str | None = None) -> None:
@@ -245,23 +245,23 @@ class TerminalProgress(Progress):
 
     def activity(self, text: str, slot: str | None = None) -> None:
         """Show the activity of a job; on a screen that cannot redraw, as a line every ten seconds at most."""
-        self._heads.setdefault(slot or "now", "")
+        self._trial_labels.setdefault(slot or "now", "")
         self._show(slot, text)
-        self._screen.activity(self._trials[slot or "now"])
+        self._screen.activity(self._trial_lines[slot or "now"])
 
     def _show(self, slot: str | None, text: str) -> None:
-        self._trials[slot or "now"] = f"{self._heads[slot or 'now']}{text}"
+        self._trial_lines[slot or "now"] = f"{self._trial_labels[slot or 'now']}{text}"
         self._screen.draw(self._display)
 
     def trial_ended(self, record: Record, best: Record | None) -> None:
-        """Print one line for the trial, and once the traceback of an error in the user's own code."""
-        self._trials.pop(record.slot or "now", None)
+        """Print one line for the trial, and the traceback of an error in the user's code, once for each traceback."""
+        self._trial_lines.pop(record.slot or "now", None)
         if best is not None and isinstance(best.outcome, Measurement):
-            self._best = f"{best.candidate!s:<18}  {_measured(best.outcome)}"
+            self._best = f"{best.candidate!s:<18}  {_measurement_columns(best.outcome)}"
         outcome = record.outcome
         failed = isinstance(outcome, Failure)
         style = "yellow" if failed else "green" if record == best else ""
-        self._screen.line(trial_line(record), style, is_cut=failed)  # failures are told in full at the end
+        self._screen.line(trial_line(record), style, is_cut=failed)  # the summary at the end has the failures in full
         if isinstance(outcome, Failure) and outcome.kind in ("crash", "workload_error"):
             details = outcome.details or ""
             if details.strip() and details not in self._shown_details:
@@ -280,8 +280,8 @@ class TerminalProgress(Progress):
             self._screen.output(text)
 
     def trial_lost(self, number: int, slot: str | None) -> None:
-        """Print that a trial was lost together with its slot."""
-        self._trials.pop(slot or "now", None)
+        """Print that a trial was lost with its slot, and runs again."""
+        self._trial_lines.pop(slot or "now", None)
         self.note(f"Trial {number} was lost with {slot}, and runs again elsewhere.")
 
     def note(self, text: str) -> None:
@@ -291,7 +291,7 @@ class TerminalProgress(Progress):
     def ended(self) -> None:
         """Remove the live display; later output is plain lines again."""
         self._screen.close()
-        self._screen = Screen(self._stream)
+        self._screen = TextScreen(self._stream)
 
     def _display(self) -> RenderableType:
         from rich.console import Group
@@ -309,7 +309,7 @@ class TerminalProgress(Progress):
         top.add_column(no_wrap=True)
         bar = ProgressBar(total=budget, completed=elapsed, complete_style="cyan", pulse_style="cyan")
         top.add_row(Text(self._phase, "bold"), bar, Text(time))
-        running = [(label, text, "") for label, text in (sorted(self._trials.items()) or [("now", "-")])]
+        running = [(label, text, "") for label, text in (sorted(self._trial_lines.items()) or [("now", "-")])]
         width = max(5, *(len(label) + 1 for label, _, _ in running))
         below = [
             Text.assemble((f"{label:<{width}}", "dim"), (text, style), no_wrap=True, overflow="ellipsis")
@@ -321,14 +321,14 @@ class TerminalProgress(Progress):
 def trial_line(record: Record) -> str:
     """Return a finished trial in one line: number, candidate, outcome, seconds, purpose and slot."""
     outcome = record.outcome
-    told = _measured(outcome) if isinstance(outcome, Measurement) else outcome_line(outcome)
+    result = _measurement_columns(outcome) if isinstance(outcome, Measurement) else outcome_line(outcome)
     purpose = "" if record.purpose == "search" else record.purpose
     where = "" if record.slot is None else f"  on {record.slot}"
-    line = f"{record.number:>3}  {record.candidate!s:<18}  {told}  {duration(record.seconds):>6}  {purpose}{where}"
+    line = f"{record.number:>3}  {record.candidate!s:<18}  {result}  {duration(record.seconds):>6}  {purpose}{where}"
     return line.rstrip()
 
 
-def _measured(outcome: Measurement) -> str:
+def _measurement_columns(outcome: Measurement) -> str:
     """Return throughput, step time and memory, in columns."""
     columns = f"{rate(outcome.samples_per_second):>17}  {duration(outcome.step_seconds):>8}"
     return f"{columns}  {size(outcome.peak_memory_bytes):>8}" + "  cut" * outcome.was_cut

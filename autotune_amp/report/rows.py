@@ -1,4 +1,4 @@
-"""Text that the terminal and the page share: candidates, exclusions and trials in words and cells, lines to copy."""
+"""Text for the terminal and the page: table cells and lines about candidates, exclusions and trials; code to copy."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from autotune_amp.core.text import count, duration, number, one_line, outcome_na
 from autotune_amp.dimensions import TRIED_ON_LEADER
 from autotune_amp.trial.step_profile.breakdown import profiled_line
 
-# Columns that are left out if every candidate has this value there.
-_OPTIONAL = {"accum": "1", "workers": "-", "J/sample": "-"}
+# Columns with the value that most searches have in every row: such a column is left out.
+_USUAL_CELLS = {"accum": "1", "workers": "-", "J/sample": "-"}
 
 
 def recommended_row(recommendation: Recommendation) -> CandidateRow | None:
-    """Return the measured candidate of the recommended config, or None without one.
+    """Return the measured row of the recommended config, or None without one.
 
-    A setting may have several rows: as found or strict, with or without environment variables. The row that agrees with
-    the config in this is preferred.
+    A setting may have several rows: with the script's own TF32 flags (`as_found`) or strict ones, with or without
+    environment variables. The row that has these as the config does is preferred.
     """
     config = recommendation.config
-    rows = [row for row in _rows_of(recommendation, config) if row.step_seconds is not None]
-    state = config.as_found, bool(config.environment)
-    return min(rows, key=lambda row: (row.as_found != state[0], row.has_environment != state[1]), default=None)
+    rows = [row for row in _rows_with_setting(recommendation, config) if row.step_seconds is not None]
+    flags = config.as_found, bool(config.environment)
+    return min(rows, key=lambda row: (row.as_found != flags[0], row.has_environment != flags[1]), default=None)
 
 
 def baseline_row(recommendation: Recommendation) -> CandidateRow | None:
-    """Return the candidate that the user runs today, or None without a row; as found rather than strict."""
-    rows = _rows_of(recommendation, recommendation.evidence.baseline.config)
+    """Return the row of the setting that the user runs today, with the script's own TF32 flags if possible, or None."""
+    rows = _rows_with_setting(recommendation, recommendation.evidence.baseline.config)
     return max((row for row in rows if not row.has_environment), key=lambda row: row.as_found, default=None)
 
 
-def _rows_of(recommendation: Recommendation, config: AmpConfig) -> list[CandidateRow]:
-    """Return the candidates with the setting of `config`, both as found and strict."""
+def _rows_with_setting(recommendation: Recommendation, config: AmpConfig) -> list[CandidateRow]:
+    """Return the rows with the setting of `config`, whatever their TF32 flags."""
 
-    def alike(setting: Setting) -> Setting:
+    def comparable(setting: Setting) -> Setting:
         return msgspec.structs.replace(Setting.of(setting), as_found=True)
 
-    return [row for row in recommendation.candidates if alike(row) == alike(config)]
+    return [row for row in recommendation.candidates if comparable(row) == comparable(config)]
 
 
 def table(recommendation: Recommendation) -> list[tuple[CandidateRow, dict[str, str]]]:
-    """Return each candidate with its cells by column, without the columns of `_OPTIONAL` that tell nothing."""
+    """Return each candidate with its cells by column, without the columns that have only their usual value."""
     rows = [(row, _cells(row)) for row in recommendation.candidates]
-    for name, usual in _OPTIONAL.items():
-        if all(cells[name] == usual for _, cells in rows):
+    for name, usual_cell in _USUAL_CELLS.items():
+        if all(cells[name] == usual_cell for _, cells in rows):
             for _, cells in rows:
                 del cells[name]
     return rows
@@ -77,66 +77,68 @@ VARIANT_COLUMNS = ("also tried", "gain", "memory", "outcome")
 
 
 def variants(recommendation: Recommendation) -> list[tuple[VariantRow, tuple[str, str, str, str]]]:
-    """Return each further value with its cells by `VARIANT_COLUMNS`: value, gain, change in memory, outcome."""
-    return [(row, _variant(row)) for row in recommendation.variants]
+    """Return each variant of the best setting with its cells for `VARIANT_COLUMNS`."""
+    return [(row, _variant_cells(row)) for row in recommendation.variants]
 
 
 def is_untried(row: CandidateRow | VariantRow) -> bool:
-    """Whether a setting or a further value did not run, since it was excluded before or there was no time."""
+    """Whether a candidate or variant never ran, since it was excluded before or time was up."""
     has_run = (row.samples_per_second if isinstance(row, CandidateRow) else row.speedup) is not None
     return row.status in ("untried", "excluded") and not has_run
 
 
 def untried_line(recommendation: Recommendation) -> str:
-    """Return one line about settings that did not run: precisions with batch sizes, the number of further values."""
+    """Return a line about settings that never ran: precisions with batch sizes, and the number of variants."""
     sizes: dict[str, set[int | None]] = {}
     for row in recommendation.candidates:
         if is_untried(row):
             sizes.setdefault(row.precision, set()).add(row.batch_size)
-    ran = {row.precision for row in recommendation.candidates if not is_untried(row)}
+    tried = {row.precision for row in recommendation.candidates if not is_untried(row)}
     for excluded in recommendation.excluded:
-        if excluded.precision not in ran:
+        if excluded.precision not in tried:
             sizes[excluded.precision] = {None}
-    told = [
-        precision if None in found else f"{precision} batch {span(*(size for size in found if size is not None))}"
-        for precision, found in sizes.items()
+    texts = [
+        precision
+        if None in batch_sizes
+        else f"{precision} batch {value_range(*(size for size in batch_sizes if size is not None))}"
+        for precision, batch_sizes in sizes.items()
     ]
     num_values = sum(is_untried(row) for row in recommendation.variants)
-    return ", ".join([*told, *([count(num_values, "further value")] if num_values else [])])
+    return ", ".join([*texts, *([count(num_values, "further value")] if num_values else [])])
 
 
 def report_path(recommendation: Recommendation, path: str | None = None) -> str:
-    """Return the path of the search's report; `path` is as in `uses`."""
+    """Return the path of report.html. `path` is that of the recommendation.json, or None for the default."""
     folder = Path(path).parent if path is not None else Path("studies", recommendation.search.study)
     return one_line((folder / "report.html").as_posix())
 
 
-def _variant(row: VariantRow) -> tuple[str, str, str, str]:
+def _variant_cells(row: VariantRow) -> tuple[str, str, str, str]:
     gain = memory = "-"
     if row.speedup is not None and row.speedup_interval is not None:
         gain = explain.gain_line(row.speedup, row.speedup_interval)
     if row.memory_change_bytes is not None:
         change = row.memory_change_bytes
         memory = f"{'+' if change > 0 else '-'}{size(abs(change))}" if change else "0"
-    words = [
+    parts = [
         "not tried"
         if row.status == "untried"
         else "recommended"
         if row.status == "chosen"
         else outcome_name(row.status),
         f"beside {row.beside}" if row.beside else "",
-        f"first step {duration(row.first_step_seconds)}, pays after {row.break_even_steps:,.0f} steps"
+        f"first step {duration(row.first_step_seconds)}, which pays off after {row.break_even_steps:,.0f} steps"
         if row.break_even_steps is not None and row.first_step_seconds is not None
         else "",
         count(row.num_graph_breaks, "graph break") if row.num_graph_breaks else "",
-        f"by a profile {times(row.max_speedup)} at most" if row.max_speedup is not None else "",
+        f"at most {times(row.max_speedup)} by the profile" if row.max_speedup is not None else "",
     ]
     reason = f": {one_line(row.reason)}" if row.reason else ""
-    return f"{row.name} {row.value}", gain, memory, ", ".join(filter(None, words)) + reason
+    return f"{row.name} {row.value}", gain, memory, ", ".join(filter(None, parts)) + reason
 
 
 def outcome_words(row: CandidateRow, recommended: CandidateRow | None, baseline: CandidateRow | None) -> str:
-    """Return the roles and the outcome of a candidate, such as ``recommended, confirmed, with the variables``."""
+    """Return roles and outcome of a candidate, such as ``recommended, confirmed, with the variables`` (environment)."""
     roles = "recommended, " * (row is recommended) + "baseline, " * (row is baseline)
     return roles + outcome_name(row.status) + ", with the variables" * row.has_environment
 
@@ -156,11 +158,11 @@ def exclusions(excluded: Iterable[Exclusion]) -> list[tuple[str, str, str]]:
         sizes += [] if exclusion.batch_size is None else [exclusion.batch_size]
     precisions: dict[tuple[str, str], list[str]] = {}
     for (precision, reason), sizes in batch_sizes.items():
-        precisions.setdefault((span(*sizes) if sizes else "any", reason), []).append(precision)
+        precisions.setdefault((value_range(*sizes) if sizes else "any", reason), []).append(precision)
     return [(", ".join(names), where, reason) for (where, reason), names in precisions.items()]
 
 
-def span(*values: int) -> str:
+def value_range(*values: int) -> str:
     """Return the range of the values as text, such as ``2-8``; a single value if all are equal."""
     return "-".join(str(end) for end in sorted({min(values), max(values)}))
 
@@ -188,10 +190,10 @@ PREPARED = "model, optimizer = autotune_amp.prepare({}.config, model, optimizer)
 # --- lines to copy -------------------------------------------------------------------------------------------------
 
 
-def uses(recommendation: Recommendation, path: str | None = None) -> list[tuple[str, list[str]]]:
+def usage_lines(recommendation: Recommendation, path: str | None = None) -> list[tuple[str, list[str]]]:
     """Return the ways to train with the recommendation: titles, each with its lines to copy.
 
-    `path` is the path of the recommendation's file; None is the default one of a search.
+    `path` is that of the recommendation.json; None is the default path of a search.
     """
     path = path or f"studies/{recommendation.search.study}/recommendation.json"
     exports = explain.export_lines(recommendation.config)
@@ -203,32 +205,32 @@ def uses(recommendation: Recommendation, path: str | None = None) -> list[tuple[
     return [*shell, (IN_PYTHON, python_lines(recommendation, path)), (title, [command])]
 
 
-def shortest_use(recommendation: Recommendation, path: str | None = None) -> list[tuple[str, list[str]]]:
-    """Return the lines of `uses` for a terminal: those in Python only if they set something, without the loop."""
-    set_here = () if recommendation.is_kept else ("autotune_amp.", explain.loader_line(recommendation.config))
+def short_usage_lines(recommendation: Recommendation, path: str | None = None) -> list[tuple[str, list[str]]]:
+    """Return `usage_lines` for a terminal: of the Python only the lines that load the config (none if it is kept)."""
+    essential = () if recommendation.is_kept else ("autotune_amp.", explain.loader_line(recommendation.config))
     shown = []
-    for title, lines in uses(recommendation, path):
-        own = [line for line in lines if any(part in line for part in set_here)]
-        shown.append((title, own if title == IN_PYTHON else lines))
+    for title, lines in usage_lines(recommendation, path):
+        essential_lines = [line for line in lines if any(part in line for part in essential)]
+        shown.append((title, essential_lines if title == IN_PYTHON else lines))
     return shown
 
 
 def python_lines(recommendation: Recommendation, path: str) -> list[str]:
     """Return lines of Python that train with the config, through a controller that reads `path`.
 
-    `path` is the path of the recommendation's file. The script has to define `dataset`, `model`, `optimizer` and
+    `path` is that of the recommendation.json. The script has to define `dataset`, `model`, `optimizer` and
     `compute_loss(model, batch)`. For lines without a controller, see `export_command`.
     """
     config, device_type = recommendation.config, recommendation.hardware.identity.type
     loader = [explain.LOADER_COMMENT, explain.loader_line(config)]
-    loaded = f'autotune_amp.PrecisionController.load({json.dumps(path)}, "{device_type}")'
+    load = f'autotune_amp.PrecisionController.load({json.dumps(path)}, "{device_type}")'
     if recommendation.workload is not None and recommendation.workload.is_loop:
-        each = (
-            ["# of each model in the state and its optimizer:", PREPARED.format("amp")]
+        prepare_lines = (
+            ["# for each model of the state, with its optimizer:", PREPARED.format("amp")]
             if config.active_variants
             else []
         )
-        return [*loader, f"amp = {loaded}", *each, "train_step(state, batch, amp)"]
+        return [*loader, f"amp = {load}", *prepare_lines, "train_step(state, batch, amp)"]
     loop = explain.controlled_loop("loader", explain.LOSS)
     if explain.has_accumulation(config):  # the losses of a window add up to the loss of the whole batch
         found = recommendation.evidence.accumulation
@@ -236,14 +238,14 @@ def python_lines(recommendation: Recommendation, path: str) -> list[str]:
         loss = explain.pass_loss(combination, "controller.window_size", "controller.window_share")
         loop = explain.controlled_loop("loader, weigh=count" if combination == "weighted" else "loader", loss)
         if combination == "weighted":
-            counted = (found and found.weighted_by) or "what the loss is a mean over"
-            loop.insert(0, f"# count(batch) is yours: of a batch, {counted}")
+            weight = (accumulation and accumulation.weighted_by) or "the items that the loss is a mean over"
+            loop.insert(0, f"# Define count(batch) for a batch: {weight}")
     prepared = [PREPARED.format("controller")] if config.active_variants else []
-    return [*loader, f"controller = {loaded}", *prepared, *loop]
+    return [*loader, f"controller = {load}", *prepared, *loop]
 
 
 def export_command(path: str) -> tuple[str, str]:
-    """Return a title for the export command, and the command; `path` is as in `python_lines`."""
+    """Return a title for the export command, and the command. `path` is that of the recommendation.json."""
     file = Path(path)
     study = file.parent if file.name == "recommendation.json" else file
     command = f"autotune-amp export {shell_line([study.as_posix()])} --to torch"
@@ -251,8 +253,8 @@ def export_command(path: str) -> tuple[str, str]:
 
 
 def origin_line(path: Path, recommendation: Recommendation) -> str:
-    """Return the origin of an export in one line: study, recommended setting and speed, and whether unconfirmed."""
+    """Return the first line of an export: study, recommended setting, measured speed, and whether it is unconfirmed."""
     config, evidence = recommendation.config, recommendation.evidence
-    place = path.parent if path.name == "recommendation.json" and path.parent.name else path
-    doubt = "" if evidence.is_confirmed else ", unconfirmed"
-    return one_line(f"{place}: {Setting.of(config)}, measured at {rate(evidence.samples_per_second)}{doubt}")
+    source = path.parent if path.name == "recommendation.json" and path.parent.name else path
+    unconfirmed = "" if evidence.is_confirmed else ", unconfirmed"
+    return one_line(f"{source}: {Setting.of(config)}, measured at {rate(evidence.samples_per_second)}{unconfirmed}")

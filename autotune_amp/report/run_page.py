@@ -1,4 +1,4 @@
-"""Page of a training run, from the log that the controller wrote. Pure."""
+"""HTML page of a training run, from the log of its PrecisionController. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from plotly.subplots import make_subplots
 from autotune_amp.core import pieces
 from autotune_amp.core.text import count, one_line
 from autotune_amp.report import document
-from autotune_amp.report.charts import LOOKS, framed, marks, rule, said
+from autotune_amp.report.charts import PRECISION_STYLES, apply_layout, hover_label, line_trace, marker_trace
 from autotune_amp.report.document import chart
 from autotune_amp.runtime.run_log import BeginLine, Line, LoggedRun, MoveLine, SampleLine
 
 _CAPTION = (
-    "What was seen at every 64th update and wherever the loss scale changed. Below the scale stands each precision "
-    "where the run took it up, above it each move, numbered as in the table. Only fp16 scales the loss."
+    "Logged at every 64th update and at each change of the loss scale. Marks below the scale show where each precision "
+    "began, marks above it the moves, numbered as in the table. Only fp16 scales the loss."
 )
 
 _MAX_TICKS = 8  # of the axis of loss scales, at whole powers of two
@@ -29,15 +29,15 @@ def run_page(run: LoggedRun, name: str, reload_seconds: int | None = None) -> st
     """Return the HTML document of a run; `name` is the log's. A browser reloads it every `reload_seconds`, if given."""
     config = msgspec.json.format(run.begin.config.to_json(), indent=2)
     return document.page(
-        f"{one_line(name)}: {_title(rungs(run))}",
+        f"{one_line(name)}: {_title(precision_starts(run))}",
         {
-            "The run as it went": chart(course(run), _CAPTION),
+            "The run over time": chart(course(run), _CAPTION),
             "Moves": _moves(run.moves),
-            "The run": _about(run),
+            "The run": _run_facts(run),
         },
-        {"Config": document.code("What it was made with, as AmpConfig.from_json reads it", config)},
+        {"Config": document.code("The controller's config, for AmpConfig.from_json", config)},
         kind="run",
-        lead=_lead(run),
+        lead=_summary(run),
         reload_seconds=reload_seconds,
     )
 
@@ -50,28 +50,28 @@ def course(run: LoggedRun) -> Figure:
     figure = make_subplots(rows=len(heights), cols=1, shared_xaxes=True, vertical_spacing=0.05, row_heights=heights)
     updates = [line.update for line in run.lines]
     scales = [math.log2(line.scale) if line.scale else None for line in run.lines]
-    known = [scale for scale in scales if scale is not None] or [0.0]
-    low, high = math.floor(min(known)) - 1, math.ceil(max(known)) + 1
-    lasting = _until_next(updates, scales)
-    scale = _line("loss scale", *lasting, "loss scale 2<sup>%{y}</sup>", "var(--fp16)", "hv")
-    figure.add_traces([*_names(run, low), scale, *_moves_drawn(run.moves, low, high)], rows=1, cols=1)
+    logged_scales = [scale for scale in scales if scale is not None] or [0.0]
+    low, high = math.floor(min(logged_scales)) - 1, math.ceil(max(logged_scales)) + 1
+    scale_points = _step_points(updates, scales)
+    scale = _run_trace("loss scale", *scale_points, "loss scale 2<sup>%{y}</sup>", "var(--fp16)", "hv")
+    figure.add_traces([*_precision_marks(run, low), scale, *_move_traces(run.moves, low, high)], rows=1, cols=1)
     num_skips = [line.num_skips for line in run.lines]
-    skips = _line("steps skipped so far", updates, num_skips, "%{y:,} skipped", "var(--bad)", "hv")
+    skips = _run_trace("steps skipped so far", updates, num_skips, "%{y:,} skipped", "var(--bad)", "hv")
     figure.add_trace(skips, row=2, col=1)
-    framed(figure, 660 if losses else 480)
+    apply_layout(figure, 660 if losses else 480)
     powers = {"tickprefix": "2<sup>", "ticksuffix": "</sup>", "tick0": 0, "dtick": math.ceil((high - low) / _MAX_TICKS)}
     figure.update_yaxes(title_text="loss scale", **powers, row=1, col=1)
     figure.update_yaxes(title_text="skipped", rangemode="tozero", tickformat="~s", row=2, col=1)
     if losses:
-        seen = [line.update for line in samples], [line.loss for line in samples]
-        figure.add_trace(_line("loss", *seen, "loss %{y:.4g}", "var(--ink)", "linear"), row=3, col=1)
+        loss_points = [line.update for line in samples], [line.loss for line in samples]
+        figure.add_trace(_run_trace("loss", *loss_points, "loss %{y:.4g}", "var(--ink)", "linear"), row=3, col=1)
         figure.update_yaxes(title_text="loss", exponentformat="power", row=3, col=1)
     figure.update_xaxes(title_text="update", tickformat=",d", row=len(heights), col=1)
     return figure
 
 
-def _until_next(x: Sequence[int], y: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
-    """Return x and y of a stepped line in which each value lasts until the next point, even if that has no value."""
+def _step_points(x: Sequence[int], y: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
+    """Return x and y of a stepped line that extends each value to the next point, even if that has no value."""
     ends = [
         (after, value)
         for (value, next_value), after in zip(pairwise(y), x[1:], strict=True)
@@ -79,16 +79,17 @@ def _until_next(x: Sequence[int], y: Sequence[float | None]) -> tuple[list[int],
     ]
     # At the same x, the end of a value comes before the point without a value.
     points = sorted(
-        [*((at, 1, value) for at, value in zip(x, y, strict=True)), *((at, 0, v) for at, v in ends)], key=_at
+        [*((at, 1, value) for at, value in zip(x, y, strict=True)), *((at, 0, v) for at, v in ends)],
+        key=_update_and_order,
     )
     return [at for at, _, _ in points], [value for _, _, value in points]
 
 
-def _at(point: tuple[int, int, float | None]) -> tuple[int, int]:
+def _update_and_order(point: tuple[int, int, float | None]) -> tuple[int, int]:
     return point[:2]
 
 
-def _line(name: str, x: Sequence[int], y: Sequence[float | None], hover: str, color: str, shape: str) -> Scatter:
+def _run_trace(name: str, x: Sequence[int], y: Sequence[float | None], hover: str, color: str, shape: str) -> Scatter:
     return Scatter(
         name=name,
         x=x,
@@ -100,15 +101,15 @@ def _line(name: str, x: Sequence[int], y: Sequence[float | None], hover: str, co
     )
 
 
-def rungs(run: LoggedRun) -> list[Line]:
+def precision_starts(run: LoggedRun) -> list[Line]:
     """Return the first line of the run and every line at which the precision changes, in order."""
     return [run.lines[0], *(after for before, after in pairwise(run.lines) if after.precision != before.precision)]
 
 
-def _names(run: LoggedRun, height: float) -> list[Scatter]:
+def _precision_marks(run: LoggedRun, height: float) -> list[Scatter]:
     """Return the symbol and name of each precision, drawn at `height` at the update where the run changes to it."""
     return [
-        marks(
+        marker_trace(
             rung.precision,
             [rung.update],
             [height],
@@ -118,22 +119,29 @@ def _names(run: LoggedRun, height: float) -> list[Scatter]:
             text=[rung.precision],
             textposition="middle right",
             cliponaxis=False,
-            marker={"symbol": LOOKS[rung.precision].symbol, "size": 9, "color": LOOKS[rung.precision].color},
+            marker={
+                "symbol": PRECISION_STYLES[rung.precision].symbol,
+                "size": 9,
+                "color": PRECISION_STYLES[rung.precision].color,
+            },
         )
-        for rung in rungs(run)
+        for rung in precision_starts(run)
     ]
 
 
-def _moves_drawn(moves: Sequence[MoveLine], bottom: float, top: float) -> list[Scatter]:
+def _move_traces(moves: Sequence[MoveLine], bottom: float, top: float) -> list[Scatter]:
     """Return the traces of the moves: a vertical line for each, and on top its number in the table, with the reason on
     hover."""
     across = [x for move in moves for x in (move.update, move.update, None)]
-    dashed = rule("move", across, [bottom, top, None] * len(moves), None, color="var(--accent)", dash="dot")
-    mark = marks(
+    dashed = line_trace("move", across, [bottom, top, None] * len(moves), None, color="var(--accent)", dash="dot")
+    mark = marker_trace(
         "move",
         [move.update for move in moves],
         [top] * len(moves),
-        [said(f"update {move.update:,}: {_kind(move)}, {_way(move)}", _reason(move)) for move in moves],
+        [
+            hover_label(f"update {move.update:,}: {_kind(move)}, {_precision_change(move)}", _reason(move))
+            for move in moves
+        ],
         legendgroup="move",
         mode="markers+text",
         text=[str(place) for place in range(1, len(moves) + 1)],
@@ -148,7 +156,7 @@ def _kind(move: MoveLine) -> str:
     return one_line(move.kind).replace("_", " ")
 
 
-def _way(move: MoveLine) -> str:
+def _precision_change(move: MoveLine) -> str:
     """Return the precisions of a move, such as ``fp16 to bf16``."""
     return move.after if move.before == move.after else f"{move.before} to {move.after}"
 
@@ -159,13 +167,15 @@ def _reason(move: MoveLine) -> str:
     return one_line(move.reason + pinned)
 
 
-def _lead(run: LoggedRun) -> str:
+def _summary(run: LoggedRun) -> str:
     last, moves = run.lines[-1], run.moves
     num_updates = last.num_steps + last.num_skips
     share = last.num_skips / max(1, num_updates)
     causes = f"{count(last.num_overflows, 'overflow')}, {count(last.num_bad_batches, 'bad batch', 'bad batches')}"
     scale = "the loss is not scaled" if last.scale is None else f"loss scale {last.scale:,g}"
-    latest = f"the last: {_kind(moves[-1])} at update {moves[-1].update:,}" if moves else "nothing made it move"
+    latest = (
+        f"the last: {_kind(moves[-1])} at update {moves[-1].update:,}" if moves else "the controller changed nothing"
+    )
     tiles = pieces.tiles(
         [
             ("precision at the end", last.precision, scale),
@@ -178,8 +188,8 @@ def _lead(run: LoggedRun) -> str:
     return tiles + pieces.paragraph(f"The run was stopped at update {last.update:,}: {_reason(last)}.", "warning")
 
 
-def _title(found: Sequence[Line]) -> str:
-    first, *later = found
+def _title(changes: Sequence[Line]) -> str:
+    first, *later = changes
     if len(later) > 3:
         return f"{first.precision}, and {len(later)} changes of precision"
     return ", then ".join([first.precision, *(f"{line.precision} from update {line.update:,}" for line in later)])
@@ -187,16 +197,16 @@ def _title(found: Sequence[Line]) -> str:
 
 def _moves(moves: Sequence[MoveLine]) -> str:
     if not moves:
-        return pieces.paragraph("None: nothing made the controller move.")
+        return pieces.paragraph("None: the controller changed nothing.")
     rows = [
-        [str(place), f"{move.update:,}", f"{move.num_skips:,}", _kind(move), _way(move), _reason(move)]
+        [str(place), f"{move.update:,}", f"{move.num_skips:,}", _kind(move), _precision_change(move), _reason(move)]
         for place, move in enumerate(moves, start=1)
     ]
     columns = ["move", "update", "skipped so far", "what", "precision", "reason"]
     return pieces.table(columns, rows, num_numeric=2)
 
 
-def _about(run: LoggedRun) -> str:
+def _run_facts(run: LoggedRun) -> str:
     begin, last = run.begin, run.lines[-1]
     updates = f"{last.num_steps + last.num_skips:,}: {last.num_steps:,} taken, {last.num_skips:,} skipped"
     lines = [
@@ -213,5 +223,5 @@ def _about(run: LoggedRun) -> str:
     if run.num_other_runs:
         lines.append(("not shown", f"{count(run.num_other_runs, 'other run')} in the same log"))
     if run.num_cut_lines:
-        lines.append(("cut short", f"{count(run.num_cut_lines, 'line')} that a kill left half written"))
+        lines.append(("cut short", f"{count(run.num_cut_lines, 'line')} that a killed process left incomplete"))
     return pieces.facts(lines)

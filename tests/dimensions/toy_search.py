@@ -16,7 +16,7 @@ from autotune_amp import Workload
 from autotune_amp.core.outcome import CheckOutcome, Fidelity, Measurement
 from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
-from autotune_amp.integrations.export import Exportable, export
+from autotune_amp.integrations.export import ExportSource, export
 from autotune_amp.precision import torch_state
 from autotune_amp.report.rows import table
 from autotune_amp.search.answer.decide import recommend
@@ -78,7 +78,7 @@ def searched(folder: Path, harmful: str) -> dict[str, Any]:
         "excluded": [(entry.precision, entry.batch_size) for entry in kept.excluded],
         "text": kept.explain(),
         "cells": [cells["precision"] for _, cells in table(kept)],
-        "script": export(Exportable(kept.config), "torch").text,
+        "script": export(ExportSource(kept.config), "torch").text,
     }
 
 

@@ -101,7 +101,7 @@ def test_the_same_arguments_serve_a_plain_trainer(tmp_path: Path) -> None:
     run.train()
     assert run.model.runs == {0: {(torch.bfloat16, torch.bfloat16, BATCH)}}
     assert run.accelerator.mixed_precision == "bf16"
-    with pytest.raises(InvalidRequestError, match="autocast in its forward"):
+    with pytest.raises(InvalidRequestError, match="wrapped the forward of"):
         AutotuneTrainer(run.model, arguments(config, tmp_path), train_dataset=rows(BATCH), amp_config=config)
 
 

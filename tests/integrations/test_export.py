@@ -25,7 +25,7 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.integrations.documents import deepspeed_config
 from autotune_amp.integrations.export import (
     TARGETS,
-    Exportable,
+    ExportSource,
     accelerate_file,
     export,
     is_exported,
@@ -133,7 +133,7 @@ def comments(text: str) -> str:
 
 
 def test_the_torch_text_leaves_no_gradients_behind_at_the_end_of_a_loader_of_unknown_length() -> None:
-    ran = exec_text(export(Exportable(ACCUMULATED, "cpu"), "torch").text, dataset=Stream())
+    ran = exec_text(export(ExportSource(ACCUMULATED, "cpu"), "torch").text, dataset=Stream())
     assert ran.net.batch_sizes == [ACCUMULATED.batch_size] * 7
     assert ran.num_steps == 4
     assert [parameter.grad for parameter in ran.net.parameters()] == [None] * 4
@@ -144,7 +144,7 @@ def test_the_text_sets_up_what_was_recommended_of_model_and_optimizer(target: st
     further: dict[str, Any] = {"weights": "bf16", "optimizer_impl": "fused"}
     config = AmpConfig(precision="bf16", batch_size=8, **further)
     with fresh_accelerate():
-        text = export(Exportable(config, "cpu"), target).text
+        text = export(ExportSource(config, "cpu"), target).text
         ran = exec_text(text)
     assert ran.net.first.weight.dtype == torch.bfloat16
     assert ran.num_steps == 4
@@ -153,7 +153,7 @@ def test_the_text_sets_up_what_was_recommended_of_model_and_optimizer(target: st
         assert all(group["fused"] for group in optimizer.param_groups)
     else:
         assert "fused=True" in comments(text), "where the optimizer is made"
-        compiled = export(Exportable(AmpConfig(precision="bf16", batch_size=8, compile="default")), "torch").text
+        compiled = export(ExportSource(AmpConfig(precision="bf16", batch_size=8, compile="default")), "torch").text
         assert 'model.compile(mode="default")' in compiled
 
 
@@ -163,7 +163,7 @@ def test_the_torch_text_of_a_loop_of_its_own() -> None:
     def train_step(state: Any, batch: Any, amp: Any) -> None:
         seen.append((state, len(batch), amp.config))
 
-    text = export(Exportable(ACCUMULATED, "cpu", is_loop=True), "torch").text
+    text = export(ExportSource(ACCUMULATED, "cpu", is_loop=True), "torch").text
     exec_text(text, train_step=train_step, state="mine")
     assert seen[0] == ("mine", ACCUMULATED.batch_size, ACCUMULATED)
 
@@ -178,7 +178,7 @@ def test_a_loop_of_its_own_in_fp8_has_its_model_attached(target: str) -> None:
         seen.append((amp.config.precision, [type(layer).__name__ for layer in model]))
 
     config = AmpConfig(precision="fp8", batch_size=4, fallback=["bf16"])
-    text = export(Exportable(config, "cpu", is_loop=True), target).text
+    text = export(ExportSource(config, "cpu", is_loop=True), target).text
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fresh_accelerate():
         exec_text(text, train_step=train_step, state="mine", model=model, optimizer=optimizer, dataset=[1, 2, 3])
@@ -204,7 +204,7 @@ def test_the_losses_of_a_window_add_up_to_that_of_the_whole_batch(
         return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction=reduction)
 
     config = AmpConfig(precision="fp32", batch_size=4, accumulation_steps=3, pinned_modules=pinned_modules)
-    text = export(Exportable(config, "cpu", loss=loss, share="(labels != -100)"), target).text
+    text = export(ExportSource(config, "cpu", loss=loss, share="(labels != -100)"), target).text
     with fresh_accelerate():
         exec_text(
             text,
@@ -214,7 +214,7 @@ def test_the_losses_of_a_window_add_up_to_that_of_the_whole_batch(
             compute_loss=compute_loss,
             count=lambda batch: (batch[1] != -100).sum(),
         )
-    assert ("count(batch) is yours, of a batch: labels != -100." in comments(text)) == (loss == "weighted")
+    assert ("Define count(batch) for a batch: labels != -100." in comments(text)) == (loss == "weighted")
     compute_loss(whole, [*dataset.tensors]).backward()  # type: ignore[no-untyped-call]
     torch.optim.SGD(whole.parameters(), lr=0.1).step()
     for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
@@ -248,7 +248,7 @@ WORDS = {
     "pinned_modules": "head",
     "num_workers": "num_workers=5",
     "environment": "MALLOC_TRIM_THRESHOLD_",
-    "as_found": "as_found=True|they stay as they are",
+    "as_found": "as_found=True|they are kept",
     "allocator": "expandable_segments",
     "weights": "weights=.bf16",
     "memory_format": "channels_last",
@@ -263,7 +263,7 @@ TEXTS = [*TARGETS, "accelerate file"]
 
 def everything(config: AmpConfig, target: str) -> str:
     """The text and the notes on one line."""
-    setting = Exportable(config, "cuda")
+    setting = ExportSource(config, "cuda")
     made = accelerate_file(setting) if target == "accelerate file" else export(setting, target)
     return " ".join(re.sub(r"\s#? *", " ", " ".join([made.text, *made.notes])).split())
 
@@ -287,7 +287,7 @@ def test_every_field_of_a_config_shows_in_every_text_or_its_comments(config: Amp
 def test_where_a_trainer_divides_the_loss_the_text_says_what_to_multiply_it_by(target: str) -> None:
     said = {}
     for loss in ("mean", "sum", "weighted"):
-        made = export(Exportable(ACCUMULATED, loss=loss, share="tokens"), target)
+        made = export(ExportSource(ACCUMULATED, loss=loss, share="tokens"), target)
         said[loss] = " ".join([comments(made.text), *made.notes])
     assert "multiply" not in said["mean"]
     assert "multiply it by 2." in said["sum"]
@@ -315,15 +315,15 @@ def test_of_fp8_every_text_says_who_makes_its_layers_and_what_is_around_them(tar
 
 def test_the_environment_reaches_a_shell() -> None:
     variables = {"MALLOC_TRIM_THRESHOLD_": "3", "PYTORCH_ALLOC_CONF": "a 'quoted' $value"}
-    text = export(Exportable(AmpConfig(precision="fp32", batch_size=4, environment=variables)), "env").text
+    text = export(ExportSource(AmpConfig(precision="fp32", batch_size=4, environment=variables)), "env").text
     program = f'{text}printf \'%s|%s\' "$MALLOC_TRIM_THRESHOLD_" "$PYTORCH_ALLOC_CONF"'
     done = subprocess.run(["/bin/sh", "-c", program], capture_output=True, text=True, timeout=20, check=True)
     assert done.stdout.split("|") == list(variables.values())
-    assert export(Exportable(AmpConfig(precision="fp32", batch_size=4)), "env").text.startswith("# ")
+    assert export(ExportSource(AmpConfig(precision="fp32", batch_size=4)), "env").text.startswith("# ")
 
 
 def test_every_text_says_where_it_comes_from_and_is_known_by_that() -> None:
-    setting = Exportable(PINNED, "cpu", origin="studies/train: measured")
+    setting = ExportSource(PINNED, "cpu", origin="studies/train: measured")
     for target in TARGETS:
         made = export(setting, target)
         if target == "deepspeed":
@@ -340,19 +340,19 @@ def test_every_text_says_where_it_comes_from_and_is_known_by_that() -> None:
 @pytest.mark.parametrize(("device_type", "pins"), [("cuda", ("second",)), ("cpu", ())])
 def test_a_launch_file_says_what_a_plain_accelerator_would_do_under_it(device_type: str, pins: tuple[str, ...]) -> None:
     """It keeps no module pinned, and on a CPU it neither casts to fp16 nor scales."""
-    made = accelerate_file(Exportable(msgspec.structs.replace(PINNED, pinned_modules=pins), device_type))
+    made = accelerate_file(ExportSource(msgspec.structs.replace(PINNED, pinned_modules=pins), device_type))
     (note,) = made.notes
     assert re.search(f"cannot train fp16 on {device_type}.*{' '.join(pins)}.*fp32", note)
     assert "AutotuneAccelerator" in comments(made.text)
     assert 'mixed_precision: "no"\n' in made.text
-    plain = accelerate_file(Exportable(msgspec.structs.replace(PINNED, pinned_modules=())))
+    plain = accelerate_file(ExportSource(msgspec.structs.replace(PINNED, pinned_modules=())))
     assert plain.notes == ()
     assert 'mixed_precision: "fp16"\n' in plain.text
 
 
 def deepspeed_said(**options: Any) -> tuple[dict[str, Any], str]:
     config = AmpConfig(precision="fp16", batch_size=8, accumulation_steps=4, loss_scale=LossScale(**options))
-    made = export(Exportable(config, loss="sum"), "deepspeed")
+    made = export(ExportSource(config, loss="sum"), "deepspeed")
     return json.loads(made.text), " ".join(made.notes)
 
 
@@ -374,17 +374,17 @@ def test_deepspeeds_json_and_what_it_rounds() -> None:
         deepspeed_said(init_scale=2.0**-10)
     assert deepspeed_config(ACCUMULATED)["bf16"] == {"enabled": True}
     beside = AmpConfig(precision="bf16", batch_size=8, num_workers=2, fallback=("fp32",))
-    said = " ".join(export(Exportable(beside), "deepspeed").notes)
+    said = " ".join(export(ExportSource(beside), "deepspeed").notes)
     assert re.search("num_workers=2.*fallback to fp32.*another --to", said)
 
 
 def test_what_cannot_be_exported_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="no export to 'keras'") as raised:
-        export(Exportable(ACCUMULATED), "keras")
+        export(ExportSource(ACCUMULATED), "keras")
     assert all(target in raised.value.next_step for target in TARGETS)
     for target in ("lightning", "transformers", "deepspeed"):
-        with pytest.raises(InvalidRequestError, match=f"no export to {target} of a training") as raised:
-            export(Exportable(ACCUMULATED, is_loop=True), target)
+        with pytest.raises(InvalidRequestError, match=f"cannot be exported to {target}") as raised:
+            export(ExportSource(ACCUMULATED, is_loop=True), target)
         assert "--to torch or --to accelerate" in raised.value.next_step
 
 
@@ -392,8 +392,8 @@ def test_rendering_imports_no_framework() -> None:
     program = (
         "import sys\n"
         "from autotune_amp.core.config import AmpConfig, LossScale\n"
-        "from autotune_amp.integrations.export import TARGETS, Exportable, accelerate_file, export\n"
-        "setting = Exportable(AmpConfig(precision='fp16', batch_size=4, loss_scale=LossScale()))\n"
+        "from autotune_amp.integrations.export import TARGETS, ExportSource, accelerate_file, export\n"
+        "setting = ExportSource(AmpConfig(precision='fp16', batch_size=4, loss_scale=LossScale()))\n"
         "assert accelerate_file(setting).text and all(export(setting, target).text for target in TARGETS)\n"
         "print({'torch', 'accelerate', 'lightning', 'transformers', 'deepspeed'} & set(sys.modules))\n"
     )
@@ -411,7 +411,7 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("target", ["accelerate", "torch"])
 @pytest.mark.parametrize("config", [*CONFIGS, PINNED], ids=["fp32", "bf16", "fp16", "pinned"])
 def test_a_text_trains_as_the_config_says(config: AmpConfig, target: str) -> None:
-    ran = exec_text(export(Exportable(config, "cpu"), target).text)
+    ran = exec_text(export(ExportSource(config, "cpu"), target).text)
     assert ran.names["loader"].num_workers == (config.num_workers or 0)
     assert set(ran.net.batch_sizes) == {config.batch_size}
     assert {*ran.net.precisions, *ran.loss_precisions} == {config.precision}
@@ -429,7 +429,7 @@ def test_a_plain_accelerator_takes_the_launch_file(config: AmpConfig, monkeypatc
     from accelerate import Accelerator
     from accelerate.commands.config.config_args import load_config_from_file
 
-    Path("accelerate.yaml").write_text(accelerate_file(Exportable(config, "cpu")).text)
+    Path("accelerate.yaml").write_text(accelerate_file(ExportSource(config, "cpu")).text)
     loaded = load_config_from_file("accelerate.yaml")
     assert (loaded.distributed_type.value, loaded.num_processes) == ("NO", 1)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", loaded.mixed_precision)  # as `accelerate launch` does
@@ -441,7 +441,7 @@ def test_a_plain_accelerator_takes_the_launch_file(config: AmpConfig, monkeypatc
 def test_transformers() -> None:
     pytest.importorskip("transformers")
     samples = [{"inputs": sample, "labels": torch.zeros(1)} for sample in torch.ones(32, 8)]
-    ran = exec_text(export(Exportable(PINNED, "cpu"), "transformers").text, dataset=samples)
+    ran = exec_text(export(ExportSource(PINNED, "cpu"), "transformers").text, dataset=samples)
     trainer, args = ran.names["trainer"], ran.names["trainer"].args
     args.max_steps, args.save_strategy, args.disable_tqdm = 2, "no", True
     trainer.train()
@@ -457,7 +457,7 @@ def test_transformers() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*tensorboardX")  # Lightning's default logger, which is not installed
 def test_lightning() -> None:
-    ran = exec_text(export(Exportable(PINNED, "cpu"), "lightning").text)
+    ran = exec_text(export(ExportSource(PINNED, "cpu"), "lightning").text)
     trainer = ran.names["trainer"]
     assert trainer.precision_plugin.config == PINNED
     assert (trainer.accumulate_grad_batches, ran.names["loader"].batch_size) == (2, 4)
@@ -484,12 +484,12 @@ def test_a_name_beyond_ascii_is_itself_in_every_text() -> None:
     name = "blöck.\U0001f600"
     config = AmpConfig(precision="bf16", batch_size=4, pinned_modules=(name,))
     for target in ("torch", "lightning", "accelerate", "transformers"):
-        parsed = ast.parse(export(Exportable(config), target).text)
+        parsed = ast.parse(export(ExportSource(config), target).text)
         assert name in [node.value for node in ast.walk(parsed) if isinstance(node, ast.Constant)]
 
 
 def test_an_origin_with_line_breaks_stays_a_comment() -> None:
-    setting = Exportable(AmpConfig(precision="bf16", batch_size=4), origin="a\nimport os\x85\x1b[31m")
+    setting = ExportSource(AmpConfig(precision="bf16", batch_size=4), origin="a\nimport os\x85\x1b[31m")
     for target in ("torch", "env", "transformers"):
         first, *_ = export(setting, target).text.splitlines()
         assert first == "# autotune-amp export of a import os [31m"

@@ -48,7 +48,7 @@ def test_an_option_is_the_same_on_the_command_line_in_the_api_and_in_what_checks
         {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
         for function in (training.search, recommend_config)
     )
-    for name in training._OF_THE_COMMAND_LINE:
+    for name in training._COMMAND_LINE_OPTIONS:
         said.pop(name)
     assert called.pop("progress") is None
     assert said == called

@@ -58,7 +58,7 @@ def test_export_writes_over_exports_and_over_nothing_else(target: str, capsys: p
     assert run(["export", "--to", target, "--out", "train.py"]) == 2
     captured = capsys.readouterr()
     assert (captured.out, mine.read_text()) == ("", "# everything that I have\n")
-    assert ("train.py is there" in captured.err, "--out" in captured.err) == (True, True)
+    assert ("train.py exists" in captured.err, "--out" in captured.err) == (True, True)
     mine.unlink()
     assert run(["export", "studies/older", "--to", target, "--out", "train.py"]) == 0
     older = mine.read_text()

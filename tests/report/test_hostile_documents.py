@@ -19,8 +19,8 @@ from rich.console import Console
 
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, InvalidRequestError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.integrations.export import TARGETS, export, setting_of
-from autotune_amp.report.files import follow_run, write_over, write_report, write_run_report
+from autotune_amp.integrations.export import TARGETS, export, export_source
+from autotune_amp.report.files import follow_run, write_if_replaceable, write_report, write_run_report
 from autotune_amp.report.terminal import print_recommendation
 from autotune_amp.runtime.run_log import RunLog, read
 from autotune_amp.search.options import SearchOptions
@@ -90,7 +90,7 @@ def options(shown: Recommendation) -> None:
 
 
 def exported(target: str) -> Callable[[Recommendation], object]:
-    return lambda shown: export(setting_of(shown, "a study"), target)
+    return lambda shown: export(export_source(shown, "a study"), target)
 
 
 @pytest.mark.timeout(120)
@@ -153,7 +153,7 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
     ("run.jsonl", write_run_report),
     ("run.jsonl", lambda path: next(follow_run(path))),
     ("out.html", lambda path: write_report(path.parent, path)),
-    ("out.html", lambda path: write_over(path, "text", "page", lambda _: True, "Name another.")),
+    ("out.html", lambda path: write_if_replaceable(path, "text", "page", lambda _: True, "Name another.")),
 ]
 
 

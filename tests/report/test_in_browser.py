@@ -118,7 +118,7 @@ def test_every_mark_stands_for_an_outcome_and_a_phone_is_wide_enough(
         num_candidates = sum(row.samples_per_second is not None for row in shown.candidates)
         is_other_row = baseline_row(shown) is not recommended_row(shown)
         assert num_marks(unfold(section(page, "Throughput against memory"))) == num_candidates + 1 + is_other_row
-        course = unfold(section(page, "The search as it went"))
+        course = unfold(section(page, "The search over time"))
         assert num_marks(course) == num_measured + num_failed
         assert course.locator(".barlayer .point").count() == len(lines)
         num_damaged = sum(1 + len(check.modules) for check in shown.fidelity)
@@ -136,7 +136,7 @@ def test_resting_on_a_mark_says_what_it_is_the_config_is_copied_and_foreign_text
     with opened(browser, folders["made"] / "report.html", permissions=permissions) as page:
         speed = section(page, "Throughput against batch size")
         assert "fp32 batch 64" in hover(page, speed.locator(".scatterlayer .trace").nth(1).locator(".point").nth(1))
-        course = unfold(section(page, "The search as it went"))
+        course = unfold(section(page, "The search over time"))
         assert "fp32 batch 16, accumulation" in hover(page, course.locator(".barlayer .point").first)
 
         page.get_by_text("The config as JSON").click()

@@ -64,7 +64,7 @@ def test_the_lines_to_copy_step_as_the_whole_batch_would(verdict: AccumulationVe
     )
     for ours, theirs in zip(ran["model"].parameters(), whole["model"].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
-    said = [f"accumulation: {verdict} by labels != -100", "# count(batch) is yours: of a batch, labels != -100"]
+    said = [f"accumulation: {verdict} by labels != -100", "# Define count(batch) for a batch: labels != -100"]
     assert [line in [*lines, *shown.explain().splitlines()] for line in said] == [True, verdict == "weighted"]
 
 

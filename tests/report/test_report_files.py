@@ -19,7 +19,7 @@ from report_samples import record
 from autotune_amp.api import recommend_config
 from autotune_amp.cli import run
 from autotune_amp.core.outcome import Failure, Record
-from autotune_amp.report.files import follow_run, keep_report, write_report
+from autotune_amp.report.files import follow_run, update_report, write_report
 from autotune_amp.runtime.run_log import RunLog
 
 MADE, RECORDS = made_study.made(), made_study.records()
@@ -28,13 +28,13 @@ MADE, RECORDS = made_study.made(), made_study.records()
 def test_a_report_is_kept_up_to_date_and_no_more(tmp_path: Path) -> None:
     study, notes = made_study.write(tmp_path), list[str]()
     report = study / "report.html"
-    keep_report(study, notes.append, pytest.fail)
+    update_report(study, notes.append, pytest.fail)
     assert notes == [f"Report: {report.as_posix()}"]
-    keep_report(study, notes.append, pytest.fail)
+    update_report(study, notes.append, pytest.fail)
     assert len(notes) == 1
     newer = report.stat().st_mtime_ns + 1
     os.utime(study / "recommendation.json", ns=(newer, newer))
-    keep_report(study, notes.append, pytest.fail)
+    update_report(study, notes.append, pytest.fail)
     assert len(notes) == 2
 
 
@@ -46,7 +46,7 @@ def test_what_hinders_a_report_costs_a_warning(
 ) -> None:
     study, warnings = made_study.write(tmp_path), list[str]()
     monkeypatch.setattr("autotune_amp.report.search_page.search_page", Mock(side_effect=error))
-    keep_report(study, pytest.fail, warnings.append)
+    update_report(study, pytest.fail, warnings.append)
     (told,) = warnings
     assert [
         word for word in (f"not written ({why})", f"autotune-amp report {study}", "--out") if word not in told
@@ -86,14 +86,14 @@ def test_what_failed_is_drawn_where_nothing_was_recommended(
     assert capsys.readouterr().out == "studies/broken/report.html\n"
     page = (broken / "report.html").read_text()
     assert "broken: nothing was recommended" in page
-    assert "of 2 trials, 2 failed" in page, "of the last search in the folder"
+    assert "after 2 trials, 2 failed" in page, "of the last search in the folder"
     assert page.count("<td>the loss was nan</td>") == 2
     assert "Traceback &lt;here&gt;" in page
 
 
 def test_what_was_measured_and_ruled_out_is_drawn_too(tmp_path: Path) -> None:
     page = write_report(unfinished(tmp_path / "ruled_out", RECORDS)).read_text()
-    assert "what ran was ruled out" in page
+    assert "the others were excluded" in page
     assert page.count('<figure class="chart">') == 4, "throughput, memory, the course, fidelity"
 
 
@@ -126,7 +126,7 @@ def test_a_page_that_is_not_of_its_kind_is_left_alone(tmp_path: Path, capsys: py
     report.write_text("<html>the user's own</html>")
     warnings = list[str]()
     os.utime(report, (0, 0))
-    keep_report(study, pytest.fail, warnings.append)
+    update_report(study, pytest.fail, warnings.append)
     assert run(["report", str(study)]) == 2
     for told in (capsys.readouterr().err, *warnings):
         assert "no report of a search" in told

@@ -16,10 +16,16 @@ from report_samples import MIB, evidence, measurement, recommendation, record, r
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.pieces import table
 from autotune_amp.core.recommendation import Exclusion
-from autotune_amp.report.charts import LOOKS, course, memory, pareto, said, throughput
+from autotune_amp.report.charts import PRECISION_STYLES, course, hover_label, memory, pareto, throughput
 from autotune_amp.report.document import code
 from autotune_amp.report.files import write_report
-from autotune_amp.report.numerics_charts import Calibrated, calibrated, foretold, gradients, label
+from autotune_amp.report.numerics_charts import (
+    ChosenCalibration,
+    chosen_calibration,
+    gradients,
+    module_label,
+    predicted_loss_scale,
+)
 from autotune_amp.report.search_page import search_page
 
 MADE, RECORDS = made_study.made(), made_study.records()
@@ -37,7 +43,7 @@ def test_each_measurement_is_drawn_at_its_batch_size_and_rate() -> None:
     drawn = sorted(
         (x, y)
         for t in figure.data
-        if t.name.split()[0] in LOOKS and t.x and t.x[0] is not None
+        if t.name.split()[0] in PRECISION_STYLES and t.x and t.x[0] is not None
         for x, y in zip(t.x, t.y, strict=True)
     )
     assert drawn == sorted((r.candidate.batch_size, m.samples_per_second) for r, m in MEASURED)
@@ -176,8 +182,8 @@ def test_the_histogram_moves_by_the_loss_scale_over_the_passes_of_a_window(
     shown = msgspec.structs.replace(MADE, config=msgspec.structs.replace(MADE.config, **steps))
     calibration = next(r for r in RECORDS if r.purpose == "calibration")
     candidate = msgspec.structs.replace(calibration.candidate, **steps)
-    found = calibrated(shown, [msgspec.structs.replace(calibration, candidate=candidate)])
-    assert isinstance(found, Calibrated)
+    found = chosen_calibration(shown, [msgspec.structs.replace(calibration, candidate=candidate)])
+    assert isinstance(found, ChosenCalibration)
     figure = gradients(shown, found)
     computed, scaled = trace(figure, "as computed"), trace(figure, "at a loss scale of 4096")
     assert [x + moved_by for x in computed.x] == list(scaled.x)
@@ -185,7 +191,7 @@ def test_the_histogram_moves_by_the_loss_scale_over_the_passes_of_a_window(
 
 
 def test_the_forecast_is_of_the_chosen_scale_and_of_gradscalers_defaults() -> None:
-    figure: Any = foretold(calibrated(MADE, RECORDS))
+    figure: Any = predicted_loss_scale(chosen_calibration(MADE, RECORDS))
     names = [t.name.split(":")[0] for t in figure.data if t.mode == "lines"]
     assert names == ["chosen", "GradScaler's defaults", "least safe scale measured"]
     chosen, defaults, least = (t for t in figure.data if t.mode == "lines")
@@ -197,8 +203,8 @@ def test_the_forecast_is_of_the_chosen_scale_and_of_gradscalers_defaults() -> No
 def test_the_calibration_is_that_of_the_config_else_the_histogram_is_that_of_a_check() -> None:
     own = next(r for r in RECORDS if r.purpose == "calibration")
     other = msgspec.structs.replace(own, candidate=msgspec.structs.replace(own.candidate, batch_size=8))
-    found = calibrated(MADE, [own, other])
-    assert isinstance(found, Calibrated)
+    found = chosen_calibration(MADE, [own, other])
+    assert isinstance(found, ChosenCalibration)
     assert (found.about, found.pair) == ("fp16 batch 64", (2.0**12, 200))
     assert trace(gradients(MADE, "nothing was calibrated"), "as computed").x == (-19.5, -18.5)
 
@@ -206,7 +212,7 @@ def test_the_calibration_is_that_of_the_config_else_the_histogram_is_that_of_a_c
 def test_why_there_is_no_calibration() -> None:
     excluded = (Exclusion(precision="fp16", batch_size=None, reason="fp16 is slow."),)
     for shown, why in ((recommendation(excluded=excluded), "fp16 is slow"), (recommendation(), "no fp16 setting")):
-        assert why in str(calibrated(shown, []))
+        assert why in str(chosen_calibration(shown, []))
 
 
 def test_the_file_stands_alone_is_small_and_escapes_foreign_text(tmp_path: Path) -> None:
@@ -215,9 +221,9 @@ def test_the_file_stands_alone_is_small_and_escapes_foreign_text(tmp_path: Path)
     assert len(page) < 2_300_000
     assert "<script>document" not in page
     assert page.count("<script") == page.count("</script>")
-    assert "<" not in said(made_study.HOSTILE).replace("<br>", "")
-    assert "<" not in label(made_study.HOSTILE)
-    assert label("encoder.block.0.layer.1.wo").endswith(".block.0.layer.1.wo"), "what tells modules apart"
+    assert "<" not in hover_label(made_study.HOSTILE).replace("<br>", "")
+    assert "<" not in module_label(made_study.HOSTILE)
+    assert module_label("encoder.block.0.layer.1.wo").endswith(".block.0.layer.1.wo"), "what tells modules apart"
     assert "<b>" not in code("<b>", "<b>") + table(["<b>"], [["<b>"]])
 
 

@@ -12,7 +12,7 @@ from made_run_log import begin, made_run, move, sample
 from plotly.graph_objects import Figure
 
 from autotune_amp.report.files import write_run_report
-from autotune_amp.report.run_page import course, run_page, rungs
+from autotune_amp.report.run_page import course, precision_starts, run_page
 from autotune_amp.runtime.run_log import LoggedRun, SampleLine, read
 
 
@@ -50,7 +50,7 @@ def test_moves_are_marked_with_their_reason_and_precisions_are_named(made: Logge
     assert "fp16 to bf16<br>8 of 200 steps skipped &lt;b&gt;" in moves.hovertext[1]
     assert "encoder.wo" in moves.hovertext[0]
     named = [(t.name, t.x[0]) for t in figure.data if t.name in ("fp16", "bf16")]
-    assert named == [(line.precision, line.update) for line in rungs(made)] == [("fp16", 0), ("bf16", 400)]
+    assert named == [(line.precision, line.update) for line in precision_starts(made)] == [("fp16", 0), ("bf16", 400)]
 
 
 def test_the_page_says_what_happened_and_escapes_it(tmp_path: Path) -> None:
