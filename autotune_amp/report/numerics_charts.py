@@ -15,7 +15,7 @@ from autotune_amp.dimensions import numerics
 from autotune_amp.numerics.grading import NOISY
 from autotune_amp.report.charts import LOOKS, Drawn, framed, marks, rule, said
 from autotune_amp.search import loss_scales
-from autotune_amp.search.loss_scales import DEFAULT_PAIR, Pair, Scales, Uncalibrated
+from autotune_amp.search.loss_scales import DEFAULT_PAIR, MissingCalibration, Pair, Scales
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 
 _WHOLE, _MODEL = "whole gradient", "the model itself"
@@ -86,7 +86,7 @@ class Calibrated(NamedTuple):
 def calibrated(recommendation: Recommendation, records: Sequence[Record]) -> Calibrated | str:
     """Return the calibration behind the config, or else the last one; without any, a clause with the reason."""
     config, evidence = recommendation.config, recommendation.evidence.loss_scale
-    known = loss_scales.calibrated(records, DEFAULT_NUM_STEPS if evidence is None else evidence.num_steps)
+    known = loss_scales.calibration_results(records, DEFAULT_NUM_STEPS if evidence is None else evidence.num_steps)
     own = numerics(config)
     for key in (*filter(own.__eq__, known), *reversed(known)):
         found = known[key]
@@ -95,7 +95,7 @@ def calibrated(recommendation: Recommendation, records: Sequence[Record]) -> Cal
             pair = found.best if scale is None else (scale.init_scale, scale.growth_interval)
             return Calibrated(found, pair, f"fp16 batch {key.batch_size}")
     for key, answer in known.items():
-        why = answer.reason if isinstance(answer, Uncalibrated) else answer.refusal
+        why = answer.reason if isinstance(answer, MissingCalibration) else answer.refusal
         return f"fp16 batch {key.batch_size} has no loss scale: {why}"
     everywhere = [e.reason for e in recommendation.excluded if e.precision == "fp16" and e.batch_size is None]
     why = everywhere[0].rstrip(".") if everywhere else "no fp16 setting was calibrated"

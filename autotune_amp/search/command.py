@@ -35,7 +35,7 @@ MAX_SOURCES = 2000
 _GONE = "gone"
 
 
-def sources(arguments: Sequence[str]) -> list[Path]:
+def files_of_command(arguments: Sequence[str]) -> list[Path]:
     """Return the files that the text of a command leads to.
 
     They are the files named in the arguments, in the text after ``-c`` and in shell scripts, and those that Python
@@ -83,7 +83,7 @@ def fingerprint_parts(line: CommandTemplate) -> dict[str, str]:
     """Return the parts of the fingerprint that follow from a command's text: its arguments, values and files."""
     parts = {"command": f"={shlex.join(line.arguments)}"}
     parts |= {f"--value {name}": f"={word}" for name, word in line.values.items()}
-    return parts | {f"file {file}": file_digest(file) for file in (*sources(line.arguments), *map(Path, line.files))}
+    return parts | {f"file {file}": file_digest(file) for file in (*files_of_command(line.arguments), *map(Path, line.files))}
 
 
 class OpenedFiles:

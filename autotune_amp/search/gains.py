@@ -14,7 +14,7 @@ from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.ranking import PLATEAU, SettingRuns, confirm_runs
 from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
 
-MOST_ROUNDS_FORESEEN = 100
+MAX_PREDICTED_ROUNDS = 100
 
 
 def gain_interval(ledger: Ledger, ours: SettingRuns, today: SettingRuns) -> tuple[float, float]:
@@ -29,7 +29,7 @@ def gain_interval(ledger: Ledger, ours: SettingRuns, today: SettingRuns) -> tupl
     return apart_interval([m.samples_per_second for m in ones], [m.samples_per_second for m in others])
 
 
-def unsettled(ledger: Ledger, chosen: Shortlist, environment: Mapping[str, str]) -> tuple[float, int] | None:
+def gain_and_rounds_to_settle(ledger: Ledger, chosen: Shortlist, environment: Mapping[str, str]) -> tuple[float, int] | None:
     """Return the gain over the baseline that more confirmation rounds may establish, and the predicted number of those
     rounds; None once the comparison is settled.
 
@@ -51,7 +51,7 @@ def unsettled(ledger: Ledger, chosen: Shortlist, environment: Mapping[str, str])
     num_rounds = min(fastest.num_confirming, today.num_confirming)
     half = math.inf if low == 0 else math.log(ratio / low) * math.sqrt(num_rounds) / t_quantile(max(1, num_rounds - 1))
     num_more = 1
-    while num_more < MOST_ROUNDS_FORESEEN:
+    while num_more < MAX_PREDICTED_ROUNDS:
         num = num_rounds + num_more
         if half * t_quantile(num - 1) / math.sqrt(num) < math.log(ratio):
             break
@@ -76,7 +76,7 @@ def speedup(
         return None, None  # a GPU may be slower while others run
     ratio = chosen.speed / baseline.speed
     low, high = _ratio_in_rounds(chosen, baseline, records) or apart_interval(
-        chosen.speeds, baseline.speeds, other_processes(records, chosen, baseline)
+        chosen.speeds, baseline.speeds, other_process_speeds(records, chosen, baseline)
     )
     return ratio, (min(low, ratio), max(high, ratio))
 
@@ -93,7 +93,7 @@ def _ratio_in_rounds(
     if not shared:
         return None
     others: dict[Setting, list[float]] = {}
-    for record in ranking.counted(records):
+    for record in ranking.without_lost_rounds(records):
         setting, found = record.candidate, record.outcome
         is_other = record.purpose == "confirm" and setting not in (chosen.candidate, baseline.candidate)
         if is_other and isinstance(found, Measurement) and record.round in theirs:
@@ -101,7 +101,7 @@ def _ratio_in_rounds(
     return ratio_interval([ours[r] for r in shared], [theirs[r] for r in shared], list(others.values()))
 
 
-def other_processes(records: Sequence[Record], *known: SettingRuns) -> list[list[float]]:
+def other_process_speeds(records: Sequence[Record], *known: SettingRuns) -> list[list[float]]:
     """Return the samples per second of each other setting's processes, which show how much processes differ.
 
     `known` are left out. Confirmed settings count, and trials that the search repeated: they ran on the same machine,

@@ -12,7 +12,7 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
-from autotune_amp.search.space import HOPELESS
+from autotune_amp.search.space import HOPELESS_SLOWDOWN
 from autotune_amp.trial.jobs import Check, CheckKind, Trial
 
 
@@ -108,8 +108,8 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_hopeless(hardware: Hardware, precision: Precision) -> bool:
-    """Whether the probe found an emulated precision's matrix products more than `HOPELESS` times slower than fp32's."""
+    """Whether the probe found an emulated precision's matrix products more than `HOPELESS_SLOWDOWN` times slower than fp32's."""
     capability, reference = hardware.precisions[precision], hardware.precisions.get("fp32")
     if capability.level != "emulated" or reference is None or reference.matmul_flops_per_second is None:
         return False
-    return HOPELESS * (capability.matmul_flops_per_second or 0.0) < reference.matmul_flops_per_second
+    return HOPELESS_SLOWDOWN * (capability.matmul_flops_per_second or 0.0) < reference.matmul_flops_per_second

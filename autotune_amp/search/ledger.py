@@ -16,12 +16,12 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking
-from autotune_amp.search.loss_scales import Answer, Pair
+from autotune_amp.search.loss_scales import CalibrationResult, Pair
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 from autotune_amp.search.ranking import Merit, contenders, is_worth_a_change, least_speed, merit, rank_for
-from autotune_amp.search.space import HOPELESS, Space, excluded_by_outcomes, with_accumulation_checked
+from autotune_amp.search.space import HOPELESS_SLOWDOWN, Space, excluded_by_outcomes, with_accumulation_checked
 
-RIVAL = 0.10  # a rival within 10 % may overtake the winner in the confirmation: processes differ by a few percent
+RIVAL_MARGIN = 0.10  # a rival within 10 % may overtake the winner in the confirmation: processes differ by a few percent
 # A smaller share is nearly useless, and dividing by it would distort comparisons with other settings.
 LEAST_APPLIED_SHARE, LEAST_COMPUTING_SHARE = 0.1, 0.05
 LOSS_SCALE = LossScale()  # fp16 is tried with it before its own is calibrated
@@ -55,7 +55,7 @@ class Ledger:
         self.objective = objective
         self.search_id = search_id
         self.records = tuple(records)
-        self.scales: dict[Setting, Answer] = loss_scales.calibrated(records, num_steps)
+        self.scales: dict[Setting, CalibrationResult] = loss_scales.calibration_results(records, num_steps)
         self._whole_space = space
         self.num_steps = num_steps
         self._write = write
@@ -67,7 +67,7 @@ class Ledger:
         """Return the ledger without expected records; itself if it has none."""
         return self._actual or self
 
-    def expecting(self, records: Sequence[Record], scales: Mapping[Setting, Answer], *, num_awaited: int = 0) -> Ledger:
+    def with_expected(self, records: Sequence[Record], scales: Mapping[Setting, CalibrationResult], *, num_awaited: int = 0) -> Ledger:
         """Return a copy that also holds the `records` and loss `scales` that running jobs are expected to bring; see
         `pending`.
 
@@ -77,16 +77,16 @@ class Ledger:
         expected.num_awaited = num_awaited
         expected.records, expected.scales = (*self.records, *records), {**self.scales, **scales}
         expected._actual = self
-        expected._forget()
+        expected._clear_derived_values()
         return expected
 
     def append(self, record: Record) -> None:
         """Write a record to the log and add it to the ledger."""
         self._write(record)
         self.records = (*self.records, record)
-        self._forget()
+        self._clear_derived_values()
         if record.purpose == "calibration":
-            self.scales[record.candidate.scaling] = loss_scales.answer(
+            self.scales[record.candidate.scaling] = loss_scales.calibration_result(
                 record, self.num_steps, is_loss_sum=self.is_loss_sum
             )
 
@@ -98,7 +98,7 @@ class Ledger:
         before.scales = {key: scales for key, scales in self.scales.items() if key in calibrated}
         return before
 
-    def _forget(self) -> None:
+    def _clear_derived_values(self) -> None:
         for name, value in vars(Ledger).items():
             if isinstance(value, cached_property):
                 self.__dict__.pop(name, None)
@@ -115,7 +115,7 @@ class Ledger:
     @cached_property
     def accumulation(self) -> Accumulation | None:
         """Return the result of the accumulation check, or None if there was none."""
-        return ranking.found_accumulation(self.records)
+        return ranking.accumulation_result(self.records)
 
     @property
     def is_loss_sum(self) -> bool:
@@ -131,7 +131,7 @@ class Ledger:
     @cached_property
     def fidelity(self) -> dict[Setting, Fidelity]:
         """Return the results of the fidelity checks against fp32, by `ranking.check_key`."""
-        return ranking.found_fidelity(self.records)
+        return ranking.fidelity_verdicts(self.records)
 
     def verdict(self, setting: Setting) -> Fidelity | None:
         """Return the verdict on a setting, *unchecked* if no check was made; None for fp32 itself."""
@@ -186,14 +186,14 @@ class Ledger:
         """Return the record of the fastest trial so far of a setting that may be recommended, or None."""
         if self._actual is not None:  # an expected check may rule out a sound setting
             return self._actual.best
-        allowed = [(outcome.samples_per_second, r) for r, outcome in self._choices if r.candidate in self.merits]
+        allowed = [(outcome.samples_per_second, r) for r, outcome in self._records_in_space if r.candidate in self.merits]
         return max(allowed, key=lambda pair: pair[0])[1] if allowed else None
 
     @cached_property
     def measurements(self) -> dict[Setting, list[Measurement]]:
         """Return the measurements before the confirmation, for any purpose, of settings that never failed."""
         found: dict[Setting, list[Measurement]] = {}
-        for record, outcome in self._choices:
+        for record, outcome in self._records_in_space:
             if record.candidate not in self.failures:
                 found.setdefault(record.candidate, []).append(outcome)
         return found
@@ -217,7 +217,7 @@ class Ledger:
         return {c: [shares[c] * throughput(m) for m in ours] for c, ours in leading.items()}
 
     @cached_property
-    def measured(self) -> dict[Setting, Merit]:
+    def measured_merits(self) -> dict[Setting, Merit]:
         """Return the merits of the measured settings, counting samples that the loss scaler skips too."""
         return {c: merit(ours) for c, ours in self.measurements.items()}
 
@@ -227,7 +227,7 @@ class Ledger:
 
         For the baseline the reason is a warning: it may be kept all the same.
         """
-        return {c: harm for c in self.measurements if (harm := self._harm(c)) is not None}
+        return {c: harm for c in self.measurements if (harm := self._reason_against(c)) is not None}
 
     @cached_property
     def merits(self) -> dict[Setting, Merit]:
@@ -276,7 +276,7 @@ class Ledger:
         """
         if not self.merits:
             return None
-        baseline, today = self.space.baseline, self.measured.get(self.space.baseline)
+        baseline, today = self.space.baseline, self.measured_merits.get(self.space.baseline)
         ranked = rank_for(objective, self.merits, least_speed=least_speed(objective, today), tiers=tiers)
         winner = ranked[0]
         if today is not None:
@@ -287,14 +287,14 @@ class Ledger:
         least = max(ranking.UNDECIDED_TIER, min((tiers[c] for c in others), default=0))
         sound = [c for c in others if tiers[c] <= least]
         fastest = max(speed for c, speed in self.speeds.items() if c == winner or c in sound)
-        rivals = [c for c in sound if objective == "speed" and self.speeds[c] >= (1 - RIVAL) * fastest]
+        rivals = [c for c in sound if objective == "speed" and self.speeds[c] >= (1 - RIVAL_MARGIN) * fastest]
         runner_up = max(rivals, key=lambda c: self.speeds[c]) if rivals else next(iter(sound), None)
         return Shortlist(winner, runner_up, baseline)
 
-    def may_win(self, chosen: Shortlist) -> list[Setting]:
+    def possible_winners(self, chosen: Shortlist) -> list[Setting]:
         """Return the winner, and the runner-up if it is near enough to overtake the winner in the confirmation."""
-        speeds = {c: self.measured[c].samples_per_second for c in chosen[:2] if c in self.measured}
-        share = 1 - RIVAL if self.objective == "speed" else 1 / HOPELESS
+        speeds = {c: self.measured_merits[c].samples_per_second for c in chosen[:2] if c in self.measured_merits}
+        share = 1 - RIVAL_MARGIN if self.objective == "speed" else 1 / HOPELESS_SLOWDOWN
         least = share * speeds.get(chosen.winner, 0.0)
         return [c for c in chosen[:2] if c is not None and (c == chosen.winner or speeds.get(c, math.inf) >= least)]
 
@@ -319,9 +319,9 @@ class Ledger:
         best, found = (None if self.best is None else self.best.outcome), self.actual.outcomes.get(setting)
         if not isinstance(best, Measurement) or not isinstance(found, Measurement):
             return False
-        return found.samples_per_second >= (1 - RIVAL) * best.samples_per_second
+        return found.samples_per_second >= (1 - RIVAL_MARGIN) * best.samples_per_second
 
-    def judged(self, setting: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
+    def outcome_with_pair(self, setting: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
         """Return the outcome of a setting trained with a pair of loss scale and growth interval, and the replay of the
         pair.
 
@@ -340,11 +340,11 @@ class Ledger:
         """
         scales = loss_scales.scales_of(self.scales, setting)
         if scales is not None and pair not in scales.scored:
-            self._forget()
+            self._clear_derived_values()
         return None if scales is None else scales.replay(pair)
 
     @cached_property
-    def _choices(self) -> list[tuple[Record, Measurement]]:
+    def _records_in_space(self) -> list[tuple[Record, Measurement]]:
         """Return the records and measurements of settings in the space: a fallback may have a batch size outside it."""
         return [
             (r, r.outcome)
@@ -354,19 +354,19 @@ class Ledger:
             and (r.purpose == "search" or r.candidate.with_own_workers in self.space.candidates)
         ]
 
-    def _harm(self, setting: Setting) -> str | None:
-        return self._ill(setting) or self._unpaid(setting)
+    def _reason_against(self, setting: Setting) -> str | None:
+        return self._numerical_reason_against(setting) or self._compile_cost_reason(setting)
 
-    def _ill(self, setting: Setting) -> str | None:
-        return ranking.harm(self.fidelity, setting) or loss_scales.refusal(self.scales, setting)
+    def _numerical_reason_against(self, setting: Setting) -> str | None:
+        return ranking.unfaithful_reason(self.fidelity, setting) or loss_scales.refusal(self.scales, setting)
 
     def may_lead(self, setting: Setting) -> bool:
         """Whether a measured setting may be recommended, now or after another trial: a compiled one may have seemed to
         gain nothing in one slow process.
         """
-        return setting in self.merits or (self._ill(setting) is None and self.break_even_steps(setting) == math.inf)
+        return setting in self.merits or (self._numerical_reason_against(setting) is None and self.break_even_steps(setting) == math.inf)
 
-    def may_choose(self, settings: Iterable[Setting]) -> set[Setting]:
+    def choosable_settings(self, settings: Iterable[Setting]) -> set[Setting]:
         """Return those of `settings` in the best tier that a config can express. Unchecked ones count as faithful."""
         tiers = {c: ranking.tier(self.fidelity.get(ranking.check_key(c))) for c in settings if not c.as_found}
         least = max(ranking.UNDECIDED_TIER, min(tiers.values(), default=0))
@@ -379,14 +379,14 @@ class Ledger:
         uncompiled setting that may be recommended. Infinite if it saves nothing, None if the setting is not compiled or
         there is nothing to compare with.
         """
-        ours, plain = self._compiling.get(setting), self._uncompiled_seconds
+        ours, plain = self._compile_costs.get(setting), self._uncompiled_seconds_per_sample
         if ours is None or plain is None:
             return None
         compiling_seconds, seconds_per_sample = ours
         gain_seconds = setting.effective_batch_size * (plain - seconds_per_sample)
         return compiling_seconds / gain_seconds if gain_seconds > 0 else math.inf
 
-    def _unpaid(self, setting: Setting) -> str | None:
+    def _compile_cost_reason(self, setting: Setting) -> str | None:
         num_steps = self.break_even_steps(setting)
         if self.objective != "speed" or num_steps is None or num_steps <= self.num_steps:
             return None
@@ -395,7 +395,7 @@ class Ledger:
         return f"compiling pays back after {num_steps:,.0f} steps, and the training has {self.num_steps:,} (--steps)"
 
     @cached_property
-    def _compiling(self) -> dict[Setting, tuple[float, float]]:
+    def _compile_costs(self) -> dict[Setting, tuple[float, float]]:
         """Return, for each compiled setting, the seconds of its longest first step and its seconds per sample."""
         return {
             c: (max(m.first_step_seconds for m in ours), min(1 / m.samples_per_second for m in ours))
@@ -404,7 +404,7 @@ class Ledger:
         }
 
     @cached_property
-    def _uncompiled_seconds(self) -> float | None:
+    def _uncompiled_seconds_per_sample(self) -> float | None:
         """Return the seconds per sample of the fastest uncompiled setting, or None."""
-        allowed = [ours for c, ours in self.measurements.items() if not c.is_compiled and not self._ill(c)]
+        allowed = [ours for c, ours in self.measurements.items() if not c.is_compiled and not self._numerical_reason_against(c)]
         return min((1 / merit(ours).samples_per_second for ours in allowed), default=None)

@@ -25,7 +25,7 @@ from autotune_amp.numerics.scaler_replay import (
 )
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
-from autotune_amp.search.ranking import found_accumulation
+from autotune_amp.search.ranking import accumulation_result
 from autotune_amp.trial.jobs import num_warmup_steps
 
 Pair: TypeAlias = tuple[float, int]  # init_scale, growth_interval
@@ -37,7 +37,7 @@ _INTERVALS = (2000, 200)  # GradScaler's default, and one that recovers ten time
 _MIN_GAIN = 5e-4  # least gain in the applied share for another pair than the preferred one
 
 
-class Uncalibrated(NamedTuple):
+class MissingCalibration(NamedTuple):
     """Calibration that gave no loss scale, with the reason.
 
     `refusal` is why fp16 is excluded: it cannot be calibrated, or no loss scale is safe. It is None if the calibration
@@ -102,7 +102,7 @@ class Scales:
         return found
 
     @property
-    def of_gradscaler(self) -> Replay:
+    def gradscaler_replay(self) -> Replay:
         """Return the replay of ``torch.amp.GradScaler`` with its defaults, which has no bounds."""
         return replay(self._trace, rule(DEFAULT_PAIR), self._flushed)
 
@@ -138,7 +138,7 @@ class Scales:
         """Return log2 of the largest safe loss scale, for each calibrated pass that has one."""
         return [s for s in self.log2_scales if s > -math.inf]
 
-    def num_skips_among(self, pair: Pair, num_measured: int, num_warmup: int) -> int:
+    def predicted_num_skips(self, pair: Pair, num_measured: int, num_warmup: int) -> int:
         """Return how many of a process's `num_measured` steps are predicted to be skipped.
 
         The measured steps follow the warm-up, which goes on until the loss scale has come down. A trial trains with
@@ -164,45 +164,45 @@ def best_pair(scored: Mapping[Pair, Replay], preferred: Pair) -> Pair:
     return best if gain > _MIN_GAIN else preferred
 
 
-Answer: TypeAlias = Scales | Uncalibrated
+CalibrationResult: TypeAlias = Scales | MissingCalibration
 # By `Setting.scaling`: a calibration holds for every fp16 setting with the same modules in fp16.
 AllScales: TypeAlias = "Mapping[Setting, Answer]"
 
 
-def snapped(init_scale: float) -> float:
+def nearest_power_of_two(init_scale: float) -> float:
     """Return the power of two nearest to `init_scale` on a log scale, since multiplying by a power of two is exact."""
     return float(2.0 ** round(math.log2(init_scale)))
 
 
-def calibrated(records: Sequence[Record], num_steps: int = DEFAULT_NUM_STEPS) -> dict[Setting, Answer]:
+def calibration_results(records: Sequence[Record], num_steps: int = DEFAULT_NUM_STEPS) -> dict[Setting, CalibrationResult]:
     """Return the results of the calibrations among the records, over a horizon of `num_steps` optimizer steps."""
-    found = found_accumulation(records)
+    found = accumulation_result(records)
     is_sum = found is not None and found.verdict == "sum"
     return {
-        r.candidate.scaling: answer(r, num_steps, is_loss_sum=is_sum) for r in records if r.purpose == "calibration"
+        r.candidate.scaling: calibration_result(r, num_steps, is_loss_sum=is_sum) for r in records if r.purpose == "calibration"
     }
 
 
-def answer(record: Record, num_steps: int, *, is_loss_sum: bool = False) -> Answer:
+def calibration_result(record: Record, num_steps: int, *, is_loss_sum: bool = False) -> CalibrationResult:
     """Return the result of one calibration. `is_loss_sum`: the loss is a sum over samples."""
     outcome = record.outcome
     if isinstance(outcome, Failure):
         if outcome.kind in OF_THE_PRECISION:
-            return _refused(f"its loss scale could not be calibrated: {outcome.kind}: {outcome.message}")
-        return Uncalibrated(f"the calibration did not come to an end: {outcome.kind}: {outcome.message}")
+            return _fp16_excluded(f"its loss scale could not be calibrated: {outcome.kind}: {outcome.message}")
+        return MissingCalibration(f"the calibration did not come to an end: {outcome.kind}: {outcome.message}")
     assert isinstance(outcome, Calibration)
     if outcome.init_scale is None or all(s is None for s in outcome.log2_scales):
-        return _refused("its loss or gradients are not finite at any loss scale")
+        return _fp16_excluded("its loss or gradients are not finite at any loss scale")
     return Scales(outcome, num_steps, record.candidate.accumulation_steps, is_loss_sum=is_loss_sum)
 
 
-def _refused(reason: str) -> Uncalibrated:
-    return Uncalibrated(reason, reason)
+def _fp16_excluded(reason: str) -> MissingCalibration:
+    return MissingCalibration(reason, reason)
 
 
 def refusal(scales: AllScales, candidate: Setting) -> str | None:
     """Return why an fp16 candidate is excluded, or None if it is not."""
-    found = _answer_for(scales, candidate)
+    found = _result_for(scales, candidate)
     return None if found is None else found.refusal
 
 
@@ -217,17 +217,17 @@ def exclusions(scales: AllScales) -> tuple[Exclusion, ...]:
 
 def why_uncalibrated(scales: AllScales, candidate: Setting) -> str | None:
     """Return why calibrating an fp16 candidate gave no loss scale, or None if it did or was never tried."""
-    found = _answer_for(scales, candidate)
-    return found.reason if isinstance(found, Uncalibrated) else None
+    found = _result_for(scales, candidate)
+    return found.reason if isinstance(found, MissingCalibration) else None
 
 
 def scales_of(scales: AllScales, candidate: Setting) -> Scales | None:
     """Return the calibrated loss scales of an fp16 candidate; None for other precisions or without a calibration."""
-    found = _answer_for(scales, candidate)
+    found = _result_for(scales, candidate)
     return found if isinstance(found, Scales) else None
 
 
-def _answer_for(scales: AllScales, candidate: Setting) -> Answer | None:
+def _result_for(scales: AllScales, candidate: Setting) -> CalibrationResult | None:
     return scales.get(candidate.scaling) if MODES[candidate.precision].takes_scaler else None
 
 
@@ -237,7 +237,7 @@ def evidence(scales: AllScales, candidate: Setting, confirming: Sequence[Measure
     if found is None:
         return None
     pair = found.best
-    ours, defaults = found.replay(pair), found.of_gradscaler
+    ours, defaults = found.replay(pair), found.gradscaler_replay
     counts = [(m.num_steps, num_warmup_steps(m)) for m in confirming]
     return LossScaleEvidence(
         num_steps=found.num_steps,
@@ -247,7 +247,7 @@ def evidence(scales: AllScales, candidate: Setting, confirming: Sequence[Measure
         default_applied_share=defaults.applied_share,
         num_confirming_steps=sum(num_measured for num_measured, _ in counts),
         num_skips_seen=sum(m.num_skips for m in confirming),
-        num_skips_foretold=sum(found.num_skips_among(pair, *count) for count in counts),
+        num_skips_foretold=sum(found.predicted_num_skips(pair, *count) for count in counts),
         num_calibrated_steps=len(found.log2_scales),
         log2_safe_scale_min=min(found.finite_log2_scales),
         log2_safe_scale_median=median(found.finite_log2_scales),

@@ -79,7 +79,7 @@ class Budget:
         """Return the seconds left, negative once the budget is exceeded."""
         return self.seconds - self.elapsed()
 
-    def too_small(self, last_step_seconds: float | None, failure: Failure | None = None) -> BudgetTooSmallError:
+    def too_small_error(self, last_step_seconds: float | None, failure: Failure | None = None) -> BudgetTooSmallError:
         """Return the error for a budget that ended before anything was measured, with the message of the `failure` that
         ended it.
 
@@ -243,17 +243,17 @@ class Planner:
 
     # -- shares of the time --------------------------------------------------------------------------------------------
 
-    def before_confirmation(self, ledger: Ledger) -> float:
+    def seconds_before_confirmation(self, ledger: Ledger) -> float:
         """Return the seconds left before the confirmation has to begin."""
         return self.budget.left() - self.confirmation_seconds(ledger)
 
-    def to_explore(self, ledger: Ledger) -> float:
+    def exploration_seconds(self, ledger: Ledger) -> float:
         """Return the seconds left for settings that may lead and then have to be checked; all while nothing has run."""
         space = ledger.space
         if not any(isinstance(outcome, Measurement) for outcome in ledger.outcomes.values()):
             return self.budget.left()
         is_checked = any(ranking.needs_check(c, space) for c in (*space.candidates, space.baseline))
-        return self.before_confirmation(ledger) - (self.check_seconds(ledger) if is_checked else 0.0)
+        return self.seconds_before_confirmation(ledger) - (self.check_seconds(ledger) if is_checked else 0.0)
 
     def least_gain(self, seconds: float) -> float:
         """Return the least expected gain, as a share of the throughput, that justifies a job of `seconds`."""
@@ -263,7 +263,7 @@ class Planner:
         """Return the seconds that an extra which decides nothing may still take, after using `used_seconds`."""
         return max(0.0, min(left_seconds, EXTRA_SHARE * self.budget.elapsed() - used_seconds))
 
-    def may_try(self, ledger: Ledger, left_seconds: float) -> bool:
+    def has_time_for_trial(self, ledger: Ledger, left_seconds: float) -> bool:
         """Return whether the remaining time and the number of trials allow another trial before the confirmation."""
         most = self.job_defaults.max_trials
         if ledger.num_awaited and most is not None:  # do not repeat the baseline with limited trials
@@ -320,7 +320,7 @@ class Planner:
         The deadline is `CHECK_PATIENCE` times the predicted seconds plus `CHECK_PATIENCE_SECONDS`, and at most the time
         before the confirmation or half of the remaining budget, whichever is longer.
         """
-        most = max(self.before_confirmation(ledger), self.budget.left() / 2) - self.waiting_seconds(ledger)
+        most = max(self.seconds_before_confirmation(ledger), self.budget.left() / 2) - self.waiting_seconds(ledger)
         patience = CHECK_PATIENCE * self.check_seconds(ledger) + CHECK_PATIENCE_SECONDS
         seconds = max(MIN_TRIAL_SECONDS, min(most, patience))
         return replace(

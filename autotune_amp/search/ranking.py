@@ -33,7 +33,7 @@ from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import sentence
 from autotune_amp.dimensions import NUMERIC, numerics, risks
-from autotune_amp.search.space import SAME_MEMORY, Space
+from autotune_amp.search.space import SAME_MEMORY_SHARE, Space
 from autotune_amp.trial.failures import mended
 
 PLATEAU = 0.03  # within it other criteria decide: processes differ by as much (studies/README.md, Timing)
@@ -53,7 +53,7 @@ def failures(records: Sequence[Record]) -> dict[Setting, Failure]:
     These do not count: a confirmation cut off by the budget; a run without the recommended environment, on one rank, or
     for an outlook; a search trial that ran out of time although another trial of its candidate did not (the machine
     stalled); a first crash, since anybody may kill a process; and a process that was still loading. Failures of checks
-    are handled by `found_fidelity`, `found_accumulation` and `loss_scales`.
+    are handled by `fidelity_verdicts`, `accumulation_result` and `loss_scales`.
     """
     ran = {r.candidate for r in records if r.purpose == "search" and isinstance(r.outcome, Measurement)}
     found: dict[Setting, Failure] = {}
@@ -125,7 +125,7 @@ class SettingRuns(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.rounds)
 
 
-def counted(records: Sequence[Record]) -> list[Record]:
+def without_lost_rounds(records: Sequence[Record]) -> list[Record]:
     """Return the records, but of each confirmation round only those on one slot.
 
     A round whose slot is lost runs again on another one. The slot with the most runs counts, the last of equals.
@@ -140,7 +140,7 @@ def counted(records: Sequence[Record]) -> list[Record]:
 
 def confirm_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> SettingRuns:
     """Return the confirmation processes of a candidate in exactly this environment."""
-    ours = [r for r in counted(records) if r.candidate == candidate and is_confirming(r)]
+    ours = [r for r in without_lost_rounds(records) if r.candidate == candidate and is_confirming(r)]
     ours = [r for r in ours if r.environment == environment]
     return SettingRuns.of(candidate, ours, are_confirming=True)
 
@@ -171,7 +171,7 @@ def data_share(measured: Measurement) -> float:
     return measured.data_seconds / measured.step_seconds
 
 
-def is_waiting(records: Sequence[Record]) -> bool:
+def is_limited_by_data(records: Sequence[Record]) -> bool:
     """Whether loading data limits the speed of any candidate measured with the user's own number of workers."""
     own = [r.outcome for r in records if r.purpose == "search" and r.candidate.num_workers is None]
     return any(isinstance(o, Measurement) and not o.was_cut and data_share(o) > MAX_DATA_SHARE for o in own)
@@ -192,7 +192,7 @@ def needs_check(candidate: Setting, space: Space) -> bool:
     return key.precision != "fp32" or not key.is_ordinary or space.weights in ("bf16", "fp16")
 
 
-def can_check(candidate: Setting, space: Space) -> bool:
+def is_checkable(candidate: Setting, space: Space) -> bool:
     """Whether a fidelity check is possible: off CUDA, the user's own flags can mean more than TF32."""
     return (
         "fidelity" in space.checks
@@ -201,7 +201,7 @@ def can_check(candidate: Setting, space: Space) -> bool:
     )
 
 
-def found_fidelity(records: Sequence[Record]) -> dict[Setting, Fidelity]:
+def fidelity_verdicts(records: Sequence[Record]) -> dict[Setting, Fidelity]:
     """Return the verdict of each check by `check_key`, a failed check included: the latest on initial weights, or that
     on trained weights if it is *unfaithful*.
 
@@ -210,7 +210,7 @@ def found_fidelity(records: Sequence[Record]) -> dict[Setting, Fidelity]:
     (studies/fidelity). As for trials, a crash counts from the second on.
     """
     verdicts = [
-        (check_key(r.candidate), r.outcome if isinstance(r.outcome, Fidelity) else _of_failure(r))
+        (check_key(r.candidate), r.outcome if isinstance(r.outcome, Fidelity) else _fidelity_of_failed_check(r))
         for r in without_first_crashes(r for r in records if r.purpose == "fidelity")
     ]
     found: dict[Setting, Fidelity] = {}
@@ -222,7 +222,7 @@ def found_fidelity(records: Sequence[Record]) -> dict[Setting, Fidelity]:
     return found
 
 
-def found_accumulation(records: Sequence[Record]) -> Accumulation | None:
+def accumulation_result(records: Sequence[Record]) -> Accumulation | None:
     """Return the result of the accumulation check, *unchecked* if it did not finish, or None if there was none."""
     record = next((r for r in reversed(records) if r.purpose == "accumulation"), None)
     if record is None:
@@ -246,12 +246,12 @@ def verdict_on(candidate: Setting, space: Space, known: Mapping[Setting, Fidelit
     if not needs_check(candidate, space):
         return None
     unmade = "the search ended before it was checked", "Give a larger --budget."
-    if not can_check(candidate, space):
+    if not is_checkable(candidate, space):
         unmade = "its flags are the caller's own, and here they cannot be checked", "Try --baseline with a precision."
-    return known.get(check_key(candidate)) or _judged(candidate, "unchecked", *unmade)
+    return known.get(check_key(candidate)) or _fidelity_without_check(candidate, "unchecked", *unmade)
 
 
-def harm(known: Mapping[Setting, Fidelity], candidate: Setting) -> str | None:
+def unfaithful_reason(known: Mapping[Setting, Fidelity], candidate: Setting) -> str | None:
     """Return the reason if a verdict rules the candidate out, else None."""
     found = known.get(check_key(candidate))
     return found.reason.rstrip(".") if found is not None and found.verdict == "unfaithful" else None
@@ -286,7 +286,7 @@ def exclusions(known: Mapping[Setting, Fidelity]) -> tuple[Exclusion, ...]:
     return tuple(
         Exclusion(precision=check.precision, batch_size=None, reason=reason)
         for check in known
-        if check.is_ordinary and (reason := harm(known, check)) is not None
+        if check.is_ordinary and (reason := unfaithful_reason(known, check)) is not None
     )
 
 
@@ -296,16 +296,16 @@ def _next_step(failure: Failure) -> str:
     return mended(failure) or "Fix that error, or use another precision."
 
 
-def _of_failure(record: Record) -> Fidelity:
+def _fidelity_of_failed_check(record: Record) -> Fidelity:
     failure = record.outcome
     assert isinstance(failure, Failure)
     what = f"{failure.kind}: {failure.message}"
     if failure.kind in OF_THE_PRECISION:
-        return _judged(record.candidate, "unfaithful", what, mended(failure) or "Use another precision.")
-    return _judged(record.candidate, "unchecked", f"the check did not come to an end: {what}", _next_step(failure))
+        return _fidelity_without_check(record.candidate, "unfaithful", what, mended(failure) or "Use another precision.")
+    return _fidelity_without_check(record.candidate, "unchecked", f"the check did not come to an end: {what}", _next_step(failure))
 
 
-def _judged(candidate: Setting, verdict: Verdict, reason: str, next_step: str) -> Fidelity:
+def _fidelity_without_check(candidate: Setting, verdict: Verdict, reason: str, next_step: str) -> Fidelity:
     key = check_key(candidate)
     return Fidelity(
         precision=key.precision,
@@ -369,7 +369,7 @@ def rank_for(
         speeds = {c: merits[c].samples_per_second for c in left}
         if objective == "memory":
             peaks = {c: merits[c].peak_memory_bytes for c in left if speeds[c] >= least_speed}
-            speeds = {c: speeds[c] for c, peak in peaks.items() if SAME_MEMORY * peak <= min(peaks.values())} or speeds
+            speeds = {c: speeds[c] for c, peak in peaks.items() if SAME_MEMORY_SHARE * peak <= min(peaks.values())} or speeds
         joules = {c: j for c in left if (j := merits[c].joules_per_sample) is not None}
         if objective == "energy" and joules:
             close = [c for c, drawn in joules.items() if (1 - PLATEAU) * drawn <= min(joules.values())]
@@ -403,7 +403,7 @@ def is_worth_a_change(objective: Objective, found: Merit, today: Merit) -> bool:
         if found.samples_per_second < least_speed(objective, today):
             return False
         is_faster = found.samples_per_second >= (1 + PLATEAU) * today.samples_per_second
-        is_no_larger = SAME_MEMORY * found.peak_memory_bytes <= today.peak_memory_bytes
+        is_no_larger = SAME_MEMORY_SHARE * found.peak_memory_bytes <= today.peak_memory_bytes
         return found.peak_memory_bytes <= (1 - PLATEAU) * today.peak_memory_bytes or (is_faster and is_no_larger)
     if objective == "energy":
         if found.joules_per_sample is None or today.joules_per_sample is None:

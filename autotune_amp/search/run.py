@@ -16,7 +16,7 @@ from autotune_amp.processes.process import Watcher
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Budget, Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.stages.pending import expecting
+from autotune_amp.search.stages.pending import ledger_with_expected
 from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
 
@@ -33,7 +33,7 @@ class Stage(Protocol):
         """Return the next job, or None if the stage is over or has to wait for a running job."""
 
 
-class RunsJobs(Protocol):
+class JobBackend(Protocol):
     """Interface that a search needs of a backend."""
 
     @property
@@ -132,14 +132,14 @@ class Runner:
     `lost` are jobs whose slot was lost, to be run once more. A job lost a second time has failed.
     """
 
-    def __init__(self, backend: RunsJobs, ledger: Ledger, planner: Planner, watchers: Watchers) -> None:
+    def __init__(self, backend: JobBackend, ledger: Ledger, planner: Planner, watchers: Watchers) -> None:
         self.ledger = ledger
         self.planner = planner
         self._backend = backend
         self._watchers = watchers
         self._running: list[_Running] = []
         self.lost: list[Trial | Check | ProfileJob] = []
-        self._were_lost: list[Trial | Check | ProfileJob] = []
+        self._lost_once: list[Trial | Check | ProfileJob] = []
 
     @property
     def pending(self) -> list[Trial | Check | ProfileJob]:
@@ -185,8 +185,8 @@ class Runner:
             outcome = handle.result()
         except SlotLostError as lost:
             watcher.progress.trial_lost(ended.number, ended.slot.name)
-            if not any(job is other for other in self._were_lost):
-                self._were_lost.append(job)
+            if not any(job is other for other in self._lost_once):
+                self._lost_once.append(job)
                 self.lost.append(job)
                 return None
             outcome = Failure(kind="crash", message=f"the place where it ran was lost, twice: {lost.reason}")
@@ -222,7 +222,7 @@ def run(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
     """
     left = list(stages)
     while left or runner.pending:
-        while runner.free and (job := runner.lost.pop(0) if runner.lost else _next(left, runner)) is not None:
+        while runner.free and (job := runner.lost.pop(0) if runner.lost else _next_job(left, runner)) is not None:
             runner.start(job, runner.free[0])
         if runner.pending:
             record = runner.finish()
@@ -232,9 +232,9 @@ def run(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
             del left[:1]
 
 
-def _next(stages: Sequence[Stage], runner: Runner) -> Trial | Check | ProfileJob | None:
+def _next_job(stages: Sequence[Stage], runner: Runner) -> Trial | Check | ProfileJob | None:
     pending = runner.pending
-    expected = expecting(runner.ledger, pending)
+    expected = ledger_with_expected(runner.ledger, pending)
     for stage in stages:
         if expected is None or (pending and stage.is_exclusive):
             return None

@@ -43,7 +43,7 @@ from autotune_amp.search.source import OpenedWorkload, Source, held_bytes, open_
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.stages.checks import Checks, LossScales, TrainedWeightsChecks
 from autotune_amp.search.stages.confirm import Confirm, LargerBatches, OneRank
-from autotune_amp.search.stages.explore import exploring, share_building, untried_seed
+from autotune_amp.search.stages.explore import exploration_stages, share_building, untried_seed
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.variants import LoaderWorkers, Variants
 from autotune_amp.search.storage import shared
@@ -148,11 +148,11 @@ class _Search:
         """
         opened, load_before = self._open(backend)
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
-        like = self._like(fingerprint) if asks_others and not ledger.records else None
+        like = self._shared_setting(fingerprint) if asks_others and not ledger.records else None
         planner = Planner(self._job_defaults(opened, backend, like), self.budget)
         interruption = self._run_stages(backend, ledger, planner)
         if ledger.final_shortlist is None:
-            raise self._nothing_to_choose(ledger, interruption)
+            raise self._error_without_choice(ledger, interruption)
         recommendation = recommend(
             ledger,
             options=self._options,
@@ -203,14 +203,14 @@ class _Search:
             if untried_seed(ledger, planner.job_defaults) is not None:
                 self._progress.note(planner.forecast(ledger, may_fork="share_build" in backend.abilities))
             share_building(backend, planner, ledger, self._progress)
-            for _ in run(before_confirmation(study), runner):
+            for _ in run(search_stages(study), runner):
                 if not runner.pending:
                     share_building(backend, planner, ledger, self._progress)
             most, is_open = planner.job_defaults.max_trials, untried_seed(ledger, planner.job_defaults) is not None
-            is_out_of_time = not planner.may_try(ledger, planner.to_explore(ledger))
+            is_out_of_time = not planner.has_time_for_trial(ledger, planner.exploration_seconds(ledger))
             self._is_spent = is_out_of_time and (is_open or most is None or len(ledger.trials) < most)
             study.catch_up(ledger, is_over=True)
-            if not study.is_there:
+            if not study.is_reachable:
                 self._notes.append("The study's storage is away, and lacks what was measured since.")
 
     def _confirm(self, ledger: Ledger, planner: Planner) -> None:
@@ -227,11 +227,11 @@ class _Search:
         )
         self.budget.num_slots = 1  # one run at a time
         with closing(processes) as fresh:
-            stages = confirmation(chosen, job_defaults.environment, self._options)
+            stages = confirmation_stages(chosen, job_defaults.environment, self._options)
             for _ in run(stages, Runner(fresh, ledger, planner, self._watchers)):
                 pass
 
-    def _doubts(self, load: MachineLoad) -> Sequence[str]:
+    def _load_warnings(self, load: MachineLoad) -> Sequence[str]:
         """Return warnings about the load by other processes, if the search runs on this host."""
         if not self.devices.is_here:
             return ()
@@ -280,16 +280,16 @@ class _Search:
             self.watcher.phase(f"loading the workload on {self.devices.num_slots} devices")
         backend.open_others(self.budget.left())
         load = self._meter.stop()
-        for line in self._doubts(load):
+        for line in self._load_warnings(load):
             self._progress.note(line)  # the answer has it by its `search.load`
         return opened._replace(hardware=hardware), load
 
-    def _like(self, fingerprint: Fingerprint) -> Setting | None:
+    def _shared_setting(self, fingerprint: Fingerprint) -> Setting | None:
         """Return the setting that the storage has for the same code and device but other options, or None."""
         if self._options.storage is None:
             return None
         try:
-            answer = next(iter(shared.answers(self._options.storage, fingerprint)), None)
+            answer = next(iter(shared.shared_recommendations(self._options.storage, fingerprint)), None)
         except StudyError as error:
             self._progress.note(f"What others found is not known: {error.message}")
             return None
@@ -339,7 +339,7 @@ class _Search:
         if self._options.storage is None or recommendation.fingerprint.unknown:
             return
         try:
-            shared.keep(self._options.storage, recommendation)
+            shared.store_recommendation(self._options.storage, recommendation)
         except StudyError as error:
             self._progress.note(f"Others will not find this answer: {error.message}")
 
@@ -347,7 +347,7 @@ class _Search:
         reason = f"{failure.kind}: {failure.message}" + (f"\n{failure.details.rstrip()}" if failure.details else "")
         return NothingWorksError(
             f"The training does not run as it is today, so no candidate can: {reason}",
-            explain.way_out([failure]),
+            explain.next_step_for([failure]),
             (),
         )
 
@@ -364,27 +364,27 @@ class _Search:
             self._progress.note(f"Going on with {len(ledger.trials)} trials that were measured before.")
         return ledger
 
-    def _nothing_to_choose(self, ledger: Ledger, interruption: str | None) -> AutotuneAmpError:
+    def _error_without_choice(self, ledger: Ledger, interruption: str | None) -> AutotuneAmpError:
         excluded = explain.excluded(ledger, is_budget_spent=True)
         if interruption is not None:
             return SearchInterruptedError(
                 f"{interruption} before anything was measured.", "Run the same search again.", excluded, None
             )
         step_seconds = self._watchers.last_step_seconds
-        return explain.nothing_works(ledger, excluded, step_seconds is not None) or self.budget.too_small(step_seconds)
+        return explain.nothing_works(ledger, excluded, step_seconds is not None) or self.budget.too_small_error(step_seconds)
 
 
-def before_confirmation(study: Study) -> tuple[Stage, ...]:
+def search_stages(study: Study) -> tuple[Stage, ...]:
     """Return the stages of a search up to its confirmation, in order."""
     checks, scales, fallbacks = Checks(), LossScales(study), Fallbacks()
     workers, later = LoaderWorkers(checks), TrainedWeightsChecks(checks)
     # A faster variant may wait for data again.
     on_the_winner = workers, Variants(checks), workers, later
     # A fallback may turn out faster than its contender: then it is a contender itself, and checked like any other.
-    return *exploring(study), checks, scales, *on_the_winner, fallbacks, later, scales, fallbacks
+    return *exploration_stages(study), checks, scales, *on_the_winner, fallbacks, later, scales, fallbacks
 
 
-def confirmation(shortlist: Shortlist, environment: dict[str, str], options: SearchOptions) -> tuple[Stage, ...]:
+def confirmation_stages(shortlist: Shortlist, environment: dict[str, str], options: SearchOptions) -> tuple[Stage, ...]:
     """Return the stages that measure in fresh processes, in order."""
     confirm = Confirm(shortlist, environment)
     stages: tuple[Stage, ...] = (OneRank(2 * MIN_ROUNDS), confirm, OneRank(0)) if options.ranks > 1 else (confirm,)

@@ -250,7 +250,7 @@ def open_workload(
     *,
     baseline_batch_size: int | None = None,
     is_batch_free: bool = True,
-    cannot_be_built: Callable[[Failure], AutotuneAmpError] = lambda failure: WorkloadError(*message_of(failure)),
+    cannot_be_built: Callable[[Failure], AutotuneAmpError] = lambda failure: WorkloadError(*failure_message(failure)),
 ) -> OpenedWorkload:
     """Call the loaded workload, probe the device and build the workload once.
 
@@ -264,7 +264,7 @@ def open_workload(
     def ask(job: Job[Found]) -> Found | Failure:
         answer = backend.submit(job).result()
         if isinstance(answer, Failure) and answer.kind == "timeout":
-            raise budget.too_small(watcher.last_step_seconds, answer)
+            raise budget.too_small_error(watcher.last_step_seconds, answer)
         return answer
 
     opened = backend.open(device, source.num_threads(), budget.left())
@@ -299,7 +299,7 @@ def open_workload(
     return OpenedWorkload(hardware, description, state, ready_seconds, opened.why_not_forked)
 
 
-def message_of(failure: Failure) -> tuple[str, str]:
+def failure_message(failure: Failure) -> tuple[str, str]:
     """Return the message and next step of a failure. `details` is a line of advice in our errors, else a traceback."""
     details = (failure.details or "").rstrip()
     if details and "\n" not in details:

@@ -27,8 +27,8 @@ MAX_BATCH_SIZES = 10
 # Range without --batch-size: from an eighth of the baseline's batch size up to the effective batch size, or to sixteen
 # times the baseline's if the effective batch size is free.
 SEARCH_DOWN, SEARCH_UP = 8, 16
-HOPELESS = 5.0  # times slower at the same batch: no batch size makes up for it
-SAME_MEMORY = 0.98  # peaks of one candidate differ by a percent or two between processes
+HOPELESS_SLOWDOWN = 5.0  # times slower at the same batch: no batch size makes up for it
+SAME_MEMORY_SHARE = 0.98  # peaks of one candidate differ by a percent or two between processes
 
 
 class Space(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,7 +148,7 @@ def _hopeless(measured: Mapping[Setting, Measurement]) -> list[Exclusion]:
     speeds = {c: m.samples_per_second for c, m in measured.items() if c.is_ordinary}
     worst: dict[Precision, tuple[float, int, str]] = {}
     for ours, theirs in itertools.product(speeds, repeat=2):
-        if ours.batch_size == theirs.batch_size and speeds[theirs] > HOPELESS * speeds[ours]:
+        if ours.batch_size == theirs.batch_size and speeds[theirs] > HOPELESS_SLOWDOWN * speeds[ours]:
             found = speeds[theirs] / speeds[ours], ours.batch_size, theirs.precision
             worst[ours.precision] = max(found, worst.get(ours.precision, found))
     return [
@@ -191,7 +191,7 @@ def _needs_as_much(measured: Mapping[Setting, Measurement], precision: Precision
         for p in (precision, than)
     )
     shared = ours.keys() & theirs.keys()
-    return bool(shared) and all(ours[size] >= SAME_MEMORY * theirs[size] for size in shared)
+    return bool(shared) and all(ours[size] >= SAME_MEMORY_SHARE * theirs[size] for size in shared)
 
 
 def _today(

@@ -16,15 +16,15 @@ from autotune_amp.dimensions.dimension import Dimension, Leader
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.ranking import PLATEAU, check_key, needs_check
-from autotune_amp.search.stages.throughput_model import OF_A_PRECISION, OF_A_VALUE
+from autotune_amp.search.stages.throughput_model import PRECISION_DEVIATION, VALUE_DEVIATION
 from autotune_amp.trial.step_profile.breakdown import break_down, max_speedups
 
-MOST_GAIN = 2.5  # highest speed-up by further dimensions: 2.1 times in ten training runs on an H200 (studies/real_card)
+MAX_SPEEDUP = 2.5  # highest speed-up by further dimensions: 2.1 times in ten training runs on an H200 (studies/real_card)
 # Expected gain from a normally distributed effect, in standard deviations, if a loss is not chosen.
 _GAINED = 1 / math.sqrt(2 * math.pi)
 
 
-def ordered(ledger: Ledger) -> list[Dimension[Any]]:
+def dimensions_by_worth(ledger: Ledger) -> list[Dimension[Any]]:
     """Return the dimensions in the order to try: by the gain that a profile leaves possible, per second of a trial."""
     gains = _max_speedups(ledger)
 
@@ -45,7 +45,7 @@ def _least_seconds(ledger: Ledger, dimension: Dimension[Any]) -> float:
     return trial_seconds + dimension.extra_seconds
 
 
-def to_profile(ledger: Ledger) -> Setting | None:
+def setting_to_profile(ledger: Ledger) -> Setting | None:
     """Return the setting that would win if a profile of its step would help to order the variants, else None."""
     if "profile" not in ledger.space.checks or any(record.purpose == "profile" for record in ledger.records):
         return None
@@ -83,14 +83,14 @@ def next_setting(ledger: Ledger, is_worth: Callable[[Setting], bool] = lambda _:
     if leader is None:
         return None
     tried = {record.candidate for record in ledger.counted_trials}
-    for dimension in ordered(ledger):
+    for dimension in dimensions_by_worth(ledger):
         for value in ledger.space.variants.get(dimension.name, ()):
             if _trials_of(ledger, dimension, value) or why_not_worth(ledger, dimension, value) is not None:
                 continue
-            setting = _at_its_batch(ledger, dimension.on(leader, value))
+            setting = _at_larger_batch_if_memory_freed(ledger, dimension.on(leader, value))
             if setting not in tried and is_worth(setting):
                 return setting
-    together = _together(ledger, leader)
+    together = _combined_values(ledger, leader)
     return next((setting for setting in together if setting not in tried and is_worth(setting)), None)
 
 
@@ -105,7 +105,7 @@ def is_worth_trying(ledger: Ledger, planner: Planner, setting: Setting) -> bool:
         return True
     names = [d.name for d in TRIED_ON_LEADER if getattr(setting, d.name) != getattr(leader, d.name)]
     most = min((gain for name, gain in _max_speedups(ledger).items() if name in names), default=math.inf)
-    gain = min(_GAINED * (OF_A_PRECISION if setting.precision != leader.precision else OF_A_VALUE), most - 1)
+    gain = min(_GAINED * (PRECISION_DEVIATION if setting.precision != leader.precision else VALUE_DEVIATION), most - 1)
     seconds = planner.trial_seconds(ledger, min(m.step_seconds for m in ledger.measurements[leader]))
     if setting.is_compiled:
         seconds += planner.compile_seconds(ledger)
@@ -137,7 +137,7 @@ def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str 
     reasons = (other.reason_against_setting(asked, leader) for other in used)
     reason = next(filter(None, reasons), None) or dimension.reason_against(value, leader)
     if reason is None and dimension.frees_memory and leader.effect == "speed":
-        is_memory_short = _beyond_memory(ledger, winner) is not None
+        is_memory_short = _next_batch_out_of_memory(ledger, winner) is not None
         return None if is_memory_short else "it frees memory, and there is no larger batch that lacks some"
     return reason
 
@@ -148,47 +148,47 @@ def _leader(ledger: Ledger) -> Setting | None:
     if chosen is None:
         return None
     leader = chosen.runner_up if chosen.winner.as_found else chosen.winner
-    today, ours = (ledger.measured.get(c) if c is not None else None for c in (chosen.baseline, leader))
+    today, ours = (ledger.measured_merits.get(c) if c is not None else None for c in (chosen.baseline, leader))
     if ledger.objective == "speed" and today is not None and ours is not None:
-        is_hopeless = MOST_GAIN * ours.samples_per_second < today.samples_per_second
+        is_hopeless = MAX_SPEEDUP * ours.samples_per_second < today.samples_per_second
         return None if is_hopeless else leader
     return leader
 
 
-def _at_its_batch(ledger: Ledger, setting: Setting) -> Setting:
+def _at_larger_batch_if_memory_freed(ledger: Ledger, setting: Setting) -> Setting:
     """Return `setting`, moved to the next larger batch, which lacked memory, if it frees memory for speed."""
     if not _frees_memory(setting) or ledger.objective == "memory":
         return setting
-    larger = _beyond_memory(ledger, setting)
-    return setting if larger is None else _at_the_batch_of(larger, setting)
+    larger = _next_batch_out_of_memory(ledger, setting)
+    return setting if larger is None else _with_batch_size_of(larger, setting)
 
 
 def _frees_memory(setting: Setting) -> bool:
     return any(d.frees_memory and d.value_in(setting) is not None for d in DIMENSIONS)
 
 
-def _beyond_memory(ledger: Ledger, setting: Setting) -> Setting | None:
+def _next_batch_out_of_memory(ledger: Ledger, setting: Setting) -> Setting | None:
     alike = setting.precision, setting.autocast_precision
     ran_out = [c.batch_size for c, f in ledger.failures.items() if f.kind == "oom" and c.precision in alike]
-    larger = [c for c in _of_its_precision(ledger, setting) if c.batch_size > setting.batch_size]
+    larger = [c for c in _candidates_in_precision(ledger, setting) if c.batch_size > setting.batch_size]
     beyond = [c for c in larger if ran_out and c.batch_size >= min(ran_out)]
     return beyond[0] if beyond else None
 
 
-def _together(ledger: Ledger, leader: Setting) -> Iterator[Setting]:
+def _combined_values(ledger: Ledger, leader: Setting) -> Iterator[Setting]:
     """Yield the leader with each value that was faster on another setting: on several devices values are tried at the
     same time, each on its own.
     """
-    for dimension in ordered(ledger):
+    for dimension in dimensions_by_worth(ledger):
         own = getattr(leader, dimension.name)
         for value in ledger.space.variants.get(dimension.name, ()):
-            setting = _at_its_batch(ledger, dimension.on(leader, value))
+            setting = _at_larger_batch_if_memory_freed(ledger, dimension.on(leader, value))
             if not setting.misfits and _is_faster(ledger, dimension, value, own):
                 yield setting
 
 
 def _is_faster(ledger: Ledger, dimension: Dimension[Any], value: Any, other: Any) -> bool:
-    found = ledger.measured
+    found = ledger.measured_merits
     pairs = [(r.candidate, replace(r.candidate, **{dimension.name: other})) for r in ledger.trials]
     return any(
         found[c].samples_per_second > (1 + PLATEAU) * found[rival].samples_per_second
@@ -197,29 +197,29 @@ def _is_faster(ledger: Ledger, dimension: Dimension[Any], value: Any, other: Any
     )
 
 
-def beside(ledger: Ledger) -> Iterator[Setting]:
+def neighbouring_batch_sizes(ledger: Ledger) -> Iterator[Setting]:
     """Yield the leader with its further dimensions at the next larger and smaller batch size, unless tried already."""
     winner = _leader(ledger)
     if winner is None or not winner.active_variants:
         return
     tried = {record.candidate for record in ledger.counted_trials}
-    sizes = _of_its_precision(ledger, winner)
+    sizes = _candidates_in_precision(ledger, winner)
     if winner.is_compiled:  # compiling takes tens of seconds, and a compiled winner gains most at a larger batch
         sizes = [c for c in sizes if c.batch_size >= winner.batch_size]
     smaller = [c for c in sizes if c.batch_size < winner.batch_size][-1:]
     larger = [c for c in sizes if c.batch_size > winner.batch_size][:1]
     for neighbour in (*larger, *smaller):
         failure = ledger.failures.get(neighbour)
-        setting = _at_the_batch_of(neighbour, winner)
+        setting = _with_batch_size_of(neighbour, winner)
         if setting not in tried and (failure is None or _frees_memory(winner)):
             yield setting
 
 
-def _at_the_batch_of(other: Setting, setting: Setting) -> Setting:
+def _with_batch_size_of(other: Setting, setting: Setting) -> Setting:
     return replace(setting, batch_size=other.batch_size, accumulation_steps=other.accumulation_steps)
 
 
-def _of_its_precision(ledger: Ledger, setting: Setting) -> list[Setting]:
+def _candidates_in_precision(ledger: Ledger, setting: Setting) -> list[Setting]:
     """Return the candidates of the setting's precision, ascending by batch size."""
     return [c for c in ledger.space.candidates if c.precision == setting.autocast_precision]
 
@@ -235,7 +235,7 @@ def _trials_of(ledger: Ledger, dimension: Dimension[Any], value: Any) -> list[Re
 def rows(ledger: Ledger, chosen: Setting, *, is_budget_spent: bool) -> tuple[VariantRow, ...]:
     """Return a row for each value of each further dimension: its gain over the setting without it, or why not tried."""
     found = []
-    for dimension in ordered(ledger):
+    for dimension in dimensions_by_worth(ledger):
         name, space = dimension.name, ledger.space
         for value in space.variants.get(name, ()):
             is_chosen = dimension.value_in(chosen) == value
@@ -265,7 +265,7 @@ def _row(
     if isinstance(outcome, Failure):
         return replace(row, status=outcome.kind, reason=outcome.message)
     assert isinstance(outcome, Measurement)
-    without = _without(ledger, record.candidate, dimension)
+    without = _setting_without(ledger, record.candidate, dimension)
     row = replace(
         row,
         status="chosen" if is_chosen else "tried",
@@ -296,7 +296,7 @@ def _per_sample(setting: Setting, measured: Measurement) -> tuple[float, float]:
     return least / setting.effective_batch_size, high / setting.effective_batch_size
 
 
-def _without(ledger: Ledger, setting: Setting, dimension: Dimension[Any]) -> Setting | None:
+def _setting_without(ledger: Ledger, setting: Setting, dimension: Dimension[Any]) -> Setting | None:
     """Return the setting that a variant is compared with: the same without it, else the fastest at another batch."""
     plain = replace(setting, **{dimension.name: dimension.default})
     if plain in ledger.measurements and dimension.is_without(plain, setting):

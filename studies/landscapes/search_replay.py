@@ -27,7 +27,7 @@ from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, Runner, Watchers, run
-from autotune_amp.search.search import before_confirmation
+from autotune_amp.search.search import search_stages
 from autotune_amp.search.stages.confirm import Confirm
 from autotune_amp.search.stages.explore import share_building
 from autotune_amp.search.storage import study as studies
@@ -120,7 +120,7 @@ def play_search(
     watchers = Watchers(ProgressWatcher(ends, budget))
     planner, study = Planner(job_defaults, budget), _study(ledger, seed)
     runner = Runner(backend, ledger, planner, watchers)
-    for _ in run(before_confirmation(study), runner):
+    for _ in run(search_stages(study), runner):
         if not runner.pending:
             share_building(backend, planner, ledger, ends)
     backend.close()

@@ -41,7 +41,7 @@ from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, ru
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks, LossScales
 from autotune_amp.search.stages.confirm import Confirm
-from autotune_amp.search.stages.explore import exploring, share_building
+from autotune_amp.search.stages.explore import exploration_stages, share_building
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.search.storage.study import Study
@@ -304,7 +304,7 @@ class ScriptedSearch:
         """With the sharing of what is built between trials, as a real search has it."""
         with Study.open(self.storage, "scripted", self.ledger) as study:
             self.job_defaults = replace(self.job_defaults, max_trials=max_trials)
-            stages: list[Stage] = [*exploring(study), Checks(), LossScales(study)]
+            stages: list[Stage] = [*exploration_stages(study), Checks(), LossScales(study)]
             if not is_checked:
                 stages = [stage for stage in stages if not isinstance(stage, (Checks, LossScales))]
             for _ in run(stages, self.runner()):

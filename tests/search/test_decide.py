@@ -17,7 +17,7 @@ from autotune_amp.core.recommendation import Decision, Exclusion, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import rate
 from autotune_amp.search.answer.decide import decide
-from autotune_amp.search.ranking import check_key, found_fidelity, rank
+from autotune_amp.search.ranking import check_key, fidelity_verdicts, rank
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.fallbacks import fallback_plans
 
@@ -70,7 +70,7 @@ def decided(
     space = more.pop("space", Space(candidates=candidates, baseline=baseline))
     made = Log()
     made.records = list(log.records)
-    known = found_fidelity(log.records)
+    known = fidelity_verdicts(log.records)
     checks = {check_key(c) for c in (*candidates, baseline) if not c.as_found and c.precision != "fp32"} - known.keys()
     for check in checks if is_checked else ():
         made.add(at(check.precision, 16, pinned_modules=check.pinned_modules), fidelity(check.precision), "fidelity")

@@ -14,7 +14,7 @@ from autotune_amp.core.recommendation import SearchInterruptedError
 from autotune_amp.hardware import machine_load
 from autotune_amp.processes.local import LocalBackend
 from autotune_amp.search.answer.decide import memory_evidence
-from autotune_amp.search.answer.explain import memory_doubts
+from autotune_amp.search.answer.explain import memory_warnings
 from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
@@ -49,7 +49,7 @@ ALL = "the 1 largest of 10,000 samples looked at, of 10,000: 4 to 512 numbers ea
 def test_the_worst_case_is_told(fields: dict[str, Any], worst_case: str | None, doubt: str | None) -> None:
     description = described(**fields)
     assert memory_evidence(SettingRuns(candidate=candidate("bf16", 64)), description).worst_case == worst_case
-    said = memory_doubts(description)
+    said = memory_warnings(description)
     assert len(said) == (doubt is not None)
     assert all((doubt or "") in sentence and "worst_batch" in sentence for sentence in said)
 

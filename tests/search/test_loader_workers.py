@@ -12,7 +12,7 @@ from autotune_amp.core.recommendation import Decision
 from autotune_amp.search.planner import DEADLINE_RATIO
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks
-from autotune_amp.search.stages.explore import exploring
+from autotune_amp.search.stages.explore import exploration_stages
 from autotune_amp.search.stages.variants import LoaderWorkers
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
@@ -55,7 +55,7 @@ class LoadingMachine:
         with Study.open("sqlite://", "scripted", self.ledger) as study:
             self.searched.job_defaults = msgspec.structs.replace(self.searched.job_defaults, max_trials=max_trials)
             checks = Checks()
-            for stage in (*exploring(study), checks, LoaderWorkers(checks)):
+            for stage in (*exploration_stages(study), checks, LoaderWorkers(checks)):
                 self.searched.run(stage)
             told = [trial.user_attrs["candidate"] for trial in study._study.trials]
         assert not any("worker" in name for name in told), "other workers are not in the study's space"

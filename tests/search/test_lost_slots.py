@@ -79,7 +79,7 @@ def test_whatever_is_lost_the_choice_is_as_good_and_nothing_is_counted_twice(
     assert found.decision is not None
     assert landscapes()[name].regret(setting_of(found.decision)) <= missed(name) + PLATEAU
     assert len({record.number for record in records}) == len(records)
-    counted = [record for record in ranking.counted(found.ledger.records) if record.round is not None]
+    counted = [record for record in ranking.without_lost_rounds(found.ledger.records) if record.round is not None]
     runs = Counter((r.round, r.candidate, r.purpose, tuple(r.environment)) for r in counted)
     assert set(runs.values()) <= {1}
     slots = {number: {r.slot for r in counted if r.round == number} for number in {r.round for r in counted}}
@@ -97,7 +97,7 @@ def test_a_round_whose_slot_goes_is_run_anew_and_whole_elsewhere() -> None:
     assert lost_on != slot
     settings = {without.records[number][1].candidate for number in rounds}
     assert {setting for name, setting in first if name == slot} == settings
-    counted = [r for r in ranking.counted(found.ledger.records) if r.round is not None]
+    counted = [r for r in ranking.without_lost_rounds(found.ledger.records) if r.round is not None]
     per_round = Counter(r.round for r in counted)
     assert len(per_round) >= MIN_ROUNDS
     assert min(per_round.values()) >= 2, "baseline and winner"

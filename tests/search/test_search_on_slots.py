@@ -22,7 +22,7 @@ from autotune_amp.search.planner import Planner
 from autotune_amp.search.ranking import PLATEAU
 from autotune_amp.search.run import Runner, Watchers, run
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.explore import exploring
+from autotune_amp.search.stages.explore import exploration_stages
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
 
@@ -106,8 +106,8 @@ def test_of_a_round_on_several_slots_the_one_with_the_most_runs_counts() -> None
     lost = [record(s, "confirm", 90.0, round=0, slot="a") for s in (WINNER, BASELINE)]
     whole = [record(s, "confirm", 100.0, round=0, slot="b") for s in (BASELINE, WINNER)]
     next_round = [record(BASELINE, "confirm", 100.0, round=1, slot="b")]
-    assert ranking.counted([*lost, *whole, *next_round]) == [*whole, *next_round]
-    assert ranking.counted([*lost, *whole[:1]]) == lost
+    assert ranking.without_lost_rounds([*lost, *whole, *next_round]) == [*whole, *next_round]
+    assert ranking.without_lost_rounds([*lost, *whole[:1]]) == lost
 
 
 # -- one slot after the other ------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_no_more_trials_than_asked_for(max_trials: int) -> None:
     searched = ScriptedSearch(SPACE, answer)
     with Study.open("sqlite://", "slots", searched.ledger) as study:
         searched.job_defaults = replace(searched.job_defaults, max_trials=max_trials)
-        for _ in run(exploring(study), on_slots(searched, 4)):
+        for _ in run(exploration_stages(study), on_slots(searched, 4)):
             pass
     assert sum(r.purpose == "search" for r in searched.records) == max_trials
 
@@ -139,7 +139,7 @@ def test_no_more_trials_than_asked_for(max_trials: int) -> None:
 def test_the_study_knows_every_trial_and_its_slot() -> None:
     searched = ScriptedSearch(SPACE, answer)
     with Study.open("sqlite://", "slots", searched.ledger) as study:
-        for _ in run(exploring(study), on_slots(searched, 4)):
+        for _ in run(exploration_stages(study), on_slots(searched, 4)):
             pass
         study.catch_up(searched.ledger, is_over=True)
         told = {t.user_attrs["record"]: t.user_attrs["slot"] for t in study._study.trials}

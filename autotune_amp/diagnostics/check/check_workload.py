@@ -14,7 +14,7 @@ from autotune_amp.search.options import is_count
 from autotune_amp.search.planner import Budget
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
-from autotune_amp.search.source import Source, loaded, message_of
+from autotune_amp.search.source import Source, failure_message, loaded
 
 DEADLINE_SECONDS = 600.0
 
@@ -59,7 +59,7 @@ def run_workload_check(
             found = alone
     if isinstance(found, Failure):
         if found.kind == "workload_error":
-            raise WorkloadError(*message_of(found))
+            raise WorkloadError(*failure_message(found))
         raise WorkloadError(
             f"One step of the workload does not work on the CPU: {found.kind}: {found.message}.",
             "Run one fp32 step on the CPU by itself, with a smaller batch if need be, and fix what it raises.",

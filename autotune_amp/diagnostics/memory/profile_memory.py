@@ -34,7 +34,7 @@ from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.planner import Budget
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
-from autotune_amp.search.source import OpenedWorkload, Source, loaded, message_of, open_workload
+from autotune_amp.search.source import OpenedWorkload, Source, failure_message, loaded, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE
 from autotune_amp.trial.jobs import Trial
 
@@ -132,7 +132,7 @@ def measure_precision(
     """
     first = measure(setting, snapshot_file)
     if isinstance(first, Failure) and first.kind == "workload_error" and setting.precision == "fp32":
-        raise WorkloadError(*message_of(first))
+        raise WorkloadError(*failure_message(first))
     taken: dict[int, int | None] = {}
     found, size = first, setting.batch_size
     while isinstance(found, MemoryBreakdown) or found.kind == "oom":

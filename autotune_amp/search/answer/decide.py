@@ -38,7 +38,7 @@ from autotune_amp.hardware import machine_load
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking, variants
 from autotune_amp.search.answer import explain
-from autotune_amp.search.gains import gain_interval, other_processes, speedup
+from autotune_amp.search.gains import gain_interval, other_process_speeds, speedup
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
 from autotune_amp.search.options import RANKING, SearchOptions
 from autotune_amp.search.ranking import PLATEAU, SettingRuns, best_runs, confirm_runs, data_share
@@ -84,7 +84,7 @@ def decide(
         }
         contenders = confirmed or contenders
     else:
-        today = ledger.measured.get(space.baseline, today)  # trials are compared with trials only
+        today = ledger.measured_merits.get(space.baseline, today)  # trials are compared with trials only
         searched = best_runs(_before_confirmation(records), space.baseline, {})
         held = searched if searched.measurements else baseline
     if objective == "energy" and all(m.joules_per_sample is None for m in ledger.merits.values()):
@@ -100,7 +100,7 @@ def decide(
     is_kept = candidate is None
     promised = {} if is_kept else dict(environment)
     chosen = baseline if candidate is None else best_runs(records, candidate, promised)
-    evidence = gather(ledger, chosen, baseline if is_kept else held, promised, description)
+    evidence = gather_evidence(ledger, chosen, baseline if is_kept else held, promised, description)
     harmful = {e.precision for e in ranking.exclusions(ledger.fidelity)}
     plans = fallback_plans(records, chosen.candidate, harmful, may_add_steps=ledger.may_add_accumulation)
     loss_scale = ledger.loss_scale(chosen.candidate)
@@ -109,7 +109,7 @@ def decide(
     excluded = explain.excluded(ledger, is_budget_spent=is_budget_spent)
     why_uncalibrated = loss_scales.why_uncalibrated(ledger.scales, chosen.candidate)
     unsure = next(((c, *gains[c]) for c in worth), None) if is_kept else None
-    warnings, notes = explain.doubts(ledger, chosen, evidence, config, why_uncalibrated, description, search)
+    warnings, notes = explain.warnings_and_notes(ledger, chosen, evidence, config, why_uncalibrated, description, search)
     if search is not None:
         warnings, notes = [*warnings, *search.warnings], [*notes, *search.files, *search.notes]
     warnings = list(dict.fromkeys(warnings))
@@ -153,7 +153,7 @@ def _was_confirmed(ledger: Ledger, environment: Mapping[str, str]) -> bool:
     environments = [environment, {}] if chosen.winner == chosen.baseline else [environment]
     return any(
         r.purpose == "confirm" and r.candidate == chosen.winner and r.environment in environments
-        for r in ranking.counted(ledger.records)
+        for r in ranking.without_lost_rounds(ledger.records)
     )
 
 
@@ -161,7 +161,7 @@ def _before_confirmation(records: Iterable[Record]) -> list[Record]:
     return [r for r in records if r.purpose not in ("confirm", "plain")]
 
 
-def gather(
+def gather_evidence(
     ledger: Ledger,
     chosen: SettingRuns,
     baseline: SettingRuns,
@@ -169,7 +169,7 @@ def gather(
     description: Description | None = None,
 ) -> Evidence:
     """Return the evidence for `chosen`, measured in `environment`, over `baseline`, measured in the user's own."""
-    records, candidate = ranking.counted(ledger.records), chosen.candidate
+    records, candidate = ranking.without_lost_rounds(ledger.records), chosen.candidate
     with_its_scale = [
         r.outcome
         for r in records
@@ -179,8 +179,8 @@ def gather(
     ]
     ratio, ratio_interval = speedup(chosen, baseline, records)
     processes = [runs.num_confirming for runs in (chosen, baseline) if runs.measurements]
-    low, high = _promise(chosen, records)
-    drifted = _drifted(chosen, records)
+    low, high = _prediction_interval(chosen, records)
+    drifted = _drifted_search_speed(chosen, records)
     are_shared = chosen.num_confirming > 0 and ranking.were_processes_shared(records)
     return Evidence(
         samples_per_second=chosen.speed,
@@ -239,15 +239,15 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def _promise(runs: SettingRuns, records: Sequence[Record]) -> tuple[float, float]:
+def _prediction_interval(runs: SettingRuns, records: Sequence[Record]) -> tuple[float, float]:
     """Return the prediction interval of samples per second, widened to include the median and the effect of load from
     other processes."""
-    low, high = prediction_interval(runs.speeds, other_processes(records, runs))
+    low, high = prediction_interval(runs.speeds, other_process_speeds(records, runs))
     low_factor, high_factor = machine_load.interval_factors(runs.loads)
     return low_factor * min(low, runs.speed), high_factor * max(high, runs.speed)
 
 
-def _drifted(runs: SettingRuns, records: Sequence[Record]) -> float | None:
+def _drifted_search_speed(runs: SettingRuns, records: Sequence[Record]) -> float | None:
     """Return the median samples per second of the search's trials if the confirmation differs from it by more than
     `DRIFT`, else None.
 
@@ -270,7 +270,7 @@ def _baseline_evidence(runs: SettingRuns, records: Sequence[Record]) -> Baseline
     return BaselineEvidence(
         config=AmpConfig.of(runs.candidate, loss_scale=LOSS_SCALE if takes_scaler else None),
         samples_per_second=runs.speed if measured else None,
-        samples_per_second_interval=_promise(runs, records) if measured else None,
+        samples_per_second_interval=_prediction_interval(runs, records) if measured else None,
         step_seconds=_median(m.step_seconds for m in measured),
         peak_memory_bytes=max((m.peak_memory_bytes for m in measured), default=None),
         reason=None if measured else reason,

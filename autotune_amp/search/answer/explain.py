@@ -20,7 +20,7 @@ from autotune_amp.precision.modes import MODES
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import PLATEAU, Merit, SettingRuns, least_speed
-from autotune_amp.search.space import SAME_MEMORY, Space, without
+from autotune_amp.search.space import SAME_MEMORY_SHARE, Space, without
 from autotune_amp.trial.failures import mended
 
 WIDE_INTERVAL = 0.2  # half width; processes 5 % apart, as the prior assumes, give 15 % with three, 13 % with five
@@ -50,8 +50,8 @@ def reason(
     speed-up.
     """
     objective, baseline = ledger.objective, ledger.space.baseline
-    if is_kept and was_alone(ledger):
-        return _only_today(ledger, search)
+    if is_kept and is_only_baseline_tried(ledger):
+        return _reason_if_only_baseline_ran(ledger, search)
     ours = today if is_kept and today is not None else contenders[chosen]
     own = baseline if is_kept else chosen
     why_not_better = _why_not_better(ledger, own, ours, today, contenders, {chosen, baseline, *(unsure or ())[:1]})
@@ -59,7 +59,7 @@ def reason(
         amount = "" if objective == "speed" else f", {_amount(objective, ours)}"
         gain = f"Keep what you have: {baseline}{amount}; "
         if unsure is None:
-            others = len(ledger.measured.keys() - {baseline})
+            others = len(ledger.measured_merits.keys() - {baseline})
             among = f"of {count(others + 1, 'setting')} measured none was worth a change"
             gain += f"{among}." if others else "nothing else that was tried ran to its end."
         else:
@@ -81,12 +81,12 @@ def reason(
     return " ".join([gain, *why_not_better, *_loader_reason(chosen, evidence)])
 
 
-def was_alone(ledger: Ledger) -> bool:
+def is_only_baseline_tried(ledger: Ledger) -> bool:
     """Return whether only the baseline was tried, although there were more settings to try."""
     return {r.candidate for r in ledger.trials} == {ledger.space.baseline} != set(ledger.space.candidates)
 
 
-def _only_today(ledger: Ledger, search: SearchSummary | None) -> str:
+def _reason_if_only_baseline_ran(ledger: Ledger, search: SearchSummary | None) -> str:
     """Return the reason for a choice if only the baseline was measured: why that is, and the next step."""
     said = f"Only {ledger.space.baseline} was measured"
     if search is None:
@@ -110,13 +110,13 @@ def _amount(objective: Objective, found: Merit) -> str:
     return "an unknown energy" if joules is None else f"{joules:.3g} J a sample"
 
 
-def _share(objective: Objective, other: Merit, ours: Merit) -> float:
+def _relative_cost(objective: Objective, other: Merit, ours: Merit) -> float:
     """Return the cost of `other` as a share of the cost of `ours`, 1 if unknown. For speed, the cost is the time."""
     if objective == "speed":
         return ours.samples_per_second / other.samples_per_second
     if objective == "memory":
         share = other.peak_memory_bytes / ours.peak_memory_bytes
-        return share if share < SAME_MEMORY else max(share, 1.0)
+        return share if share < SAME_MEMORY_SHARE else max(share, 1.0)
     if other.joules_per_sample is None or ours.joules_per_sample is None:
         return 1.0
     return other.joules_per_sample / ours.joules_per_sample
@@ -151,9 +151,9 @@ def _why_not_better(
         return "is within 3 %, where less to go wrong and a smaller batch come first"
 
     better: dict[Setting, tuple[float, str]] = {}
-    for other, searched in ledger.measured.items():
+    for other, searched in ledger.measured_merits.items():
         found = contenders.get(other) or ledger.merits.get(other, searched)
-        share = _share(objective, found, ours if other in contenders else ledger.measured.get(own, ours))
+        share = _relative_cost(objective, found, ours if other in contenders else ledger.measured_merits.get(own, ours))
         was_cut = any(m.was_cut for m in ledger.measurements[other])
         if (
             other not in held
@@ -181,7 +181,7 @@ def _loader_reason(chosen: Setting, evidence: Evidence) -> list[str]:
     ]
 
 
-def doubts(
+def warnings_and_notes(
     ledger: Ledger,
     chosen: SettingRuns,
     evidence: Evidence,
@@ -197,36 +197,36 @@ def doubts(
     """
     space = ledger.space
     before = None if search is None or search.load is None else machine_load.evidence([search.load])
-    harm, numerical = _numerical_doubts(ledger, chosen, evidence, why_uncalibrated)
+    harm, numerical = _numerical_warnings_and_notes(ledger, chosen, evidence, why_uncalibrated)
     # Load by other processes is why processes disagree and machines change: the first of these warnings is enough.
     load = machine_load.load_warnings(evidence.load) or machine_load.load_warnings(before, "search on an idle machine")
     was_interrupted = search is not None and search.was_interrupted
-    spread, unconfirmed = _measuring_doubts(evidence, was_interrupted=was_interrupted)
+    spread, unconfirmed = _measurement_warnings(evidence, was_interrupted=was_interrupted)
     unsure = [*load, *spread]
-    asked, accumulated = accumulation_doubts(space, chosen.candidate, config, evidence.accumulation)
+    asked, accumulated = accumulation_warnings(space, chosen.candidate, config, evidence.accumulation)
     warnings = [
         *harm,
         *space.warnings,
         *asked,
         *unconfirmed,
         *unsure[:1],
-        *_loader_doubts(evidence),
-        *memory_doubts(description),
-        *_ending_doubts(chosen),
+        *_loader_warnings(evidence),
+        *memory_warnings(description),
+        *_evaluation_memory_warnings(chosen),
     ]
     notes = [
         *unsure[1:],
         *numerical,
         *accumulated,
-        *_missing_plans(space, config),
-        *_own_loop_doubts(chosen, description),
+        *_missing_plan_notes(space, config),
+        *_own_loop_notes(chosen, description),
         *([_WHOLE_DEVICE] if ledger.objective == "energy" else []),
         *space.notes,
     ]
     return warnings, notes
 
 
-def _measuring_doubts(evidence: Evidence, *, was_interrupted: bool) -> tuple[list[str], list[str]]:
+def _measurement_warnings(evidence: Evidence, *, was_interrupted: bool) -> tuple[list[str], list[str]]:
     """Return warnings about the spread of the measurements, and about too few processes."""
     found, unconfirmed = [], []
     low, high = evidence.samples_per_second_interval
@@ -240,7 +240,7 @@ def _measuring_doubts(evidence: Evidence, *, was_interrupted: bool) -> tuple[lis
             "Search again with --fresh on a quiet machine."
         )
     if not evidence.is_confirmed:
-        way_out = "Run the same search again to go on." if was_interrupted else "A larger --budget confirms it."
+        next_step = "Run the same search again to go on." if was_interrupted else "A larger --budget confirms it."
         which = "this config" if evidence.num_processes < MIN_PROCESSES else "the baseline"
         unconfirmed.append(f"Unconfirmed: fewer than {MIN_PROCESSES} fresh processes measured {which}. {way_out}")
     elif high - low > 2 * WIDE_INTERVAL * evidence.samples_per_second and not is_widened:
@@ -251,7 +251,7 @@ def _measuring_doubts(evidence: Evidence, *, was_interrupted: bool) -> tuple[lis
     return found, unconfirmed
 
 
-def _numerical_doubts(
+def _numerical_warnings_and_notes(
     ledger: Ledger, chosen: SettingRuns, evidence: Evidence, why_uncalibrated: str | None
 ) -> tuple[list[str], list[str]]:
     """Return warnings about numerical harm to the training run, and notes about its numerics."""
@@ -283,7 +283,7 @@ def _numerical_doubts(
     return found, notes
 
 
-def _missing_plans(space: Space, config: AmpConfig) -> list[str]:
+def _missing_plan_notes(space: Space, config: AmpConfig) -> list[str]:
     missing = {c.precision for c in space.candidates} - {plan.precision for plan in config.plans}
     return [
         f"No plan for stepping down to {precision} was measured: should {config.precision} fail during the training, "
@@ -293,7 +293,7 @@ def _missing_plans(space: Space, config: AmpConfig) -> list[str]:
     ]
 
 
-def _loader_doubts(evidence: Evidence) -> list[str]:
+def _loader_warnings(evidence: Evidence) -> list[str]:
     """Return a warning if the data loader limits the speed, with the numbers of workers that were tried."""
     loader = evidence.loader
     if loader is None or evidence.data_share <= ranking.MAX_DATA_SHARE:
@@ -304,11 +304,11 @@ def _loader_doubts(evidence: Evidence) -> list[str]:
             f"({'failed' if one.samples_per_second is None else rate(one.samples_per_second)})"
             for one in loader.tried
         ]
-        way_out = f"Tried were {', '.join(tried)}. What is left is a sample that costs less to load."
+        next_step = f"Tried were {', '.join(tried)}. What is left is a sample that costs less to load."
     elif loader.num_workers is None:
-        way_out = "The data makes its batches itself, without workers: make a sample cost less to load."
+        next_step = "The data makes its batches itself, without workers: make a sample cost less to load."
     else:
-        way_out = (
+        next_step = (
             f"More than its {count(loader.num_workers, 'worker')} were not tried: more --budget or --trials does, as "
             "far as there are CPUs for them."
         )
@@ -318,7 +318,7 @@ def _loader_doubts(evidence: Evidence) -> list[str]:
     ]
 
 
-def memory_doubts(description: Description | None) -> list[str]:
+def memory_warnings(description: Description | None) -> list[str]:
     """Return a warning if the memory of the worst batch may not have been measured."""
     if description is None or description.has_worst_batch:
         return []
@@ -334,19 +334,19 @@ def memory_doubts(description: Description | None) -> list[str]:
     return [f"{doubt}; another may take more. Workload(worst_batch=...) names the batch that takes the most."]
 
 
-def _own_loop_doubts(chosen: SettingRuns, description: Description | None) -> list[str]:
+def _own_loop_notes(chosen: SettingRuns, description: Description | None) -> list[str]:
     """Return a note if the speed was not measured in the framework's own Trainer."""
     if description is None or description.trainer is None or all(m.is_own_loop for m in chosen.measurements):
         return []
     problems = [m.why_not_own_loop for m in chosen.measurements if m.why_not_own_loop is not None]
-    way_out = f"It does not train in a trial: {sentence(problems[0])}" if problems else "A larger --budget measures it."
+    next_step = f"It does not train in a trial: {sentence(problems[0])}" if problems else "A larger --budget measures it."
     return [
         f"What the {description.trainer} does beside a step (callbacks, logging, its loader) is not in the speed, "
         f"which is that of trials. {way_out}"
     ]
 
 
-def _ending_doubts(chosen: SettingRuns) -> list[str]:
+def _evaluation_memory_warnings(chosen: SettingRuns) -> list[str]:
     """Return warnings if the memory of the workload's own evaluation and checkpoint could not be measured."""
     problems = [m.ending_problem for m in chosen.measurements if m.ending_problem is not None]
     return [
@@ -356,7 +356,7 @@ def _ending_doubts(chosen: SettingRuns) -> list[str]:
     ]
 
 
-def accumulation_doubts(
+def accumulation_warnings(
     space: Space, chosen: Setting, config: AmpConfig, found: Accumulation | None
 ) -> tuple[list[str], list[str]]:
     """Return what the user has to change for another effective batch size or for accumulation, as warnings; as notes if
@@ -414,7 +414,7 @@ def rows(ledger: Ledger, exclusions: Sequence[Exclusion], environment: Mapping[s
         runs = ranking.best_runs(ours, candidate, {} if candidate == baseline else environment)
         failure = runs.failure if candidate == baseline else ranking.failures(ours).get(candidate)
         row = _row(runs, failure, exclusions)
-        if row.reason == _UNTRIED and was_alone(ledger):
+        if row.reason == _UNTRIED and is_only_baseline_tried(ledger):
             row = replace(row, reason=_ENDED)
         if candidate in out and failure is None and candidate != baseline:
             row = replace(row, status="excluded", reason=out[candidate])
@@ -465,12 +465,12 @@ def nothing_works(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: 
     details = f"\n{first.details.rstrip()}" if first.details else ""
     return NothingWorksError(
         f"None of {count(len(ledger.trials), 'trial')} worked; {setting}: {first.message}.{details}",
-        way_out([first, *(failure for _, failure in failed)]),
+        next_step_for([first, *(failure for _, failure in failed)]),
         excluded,
     )
 
 
-def way_out(failed: Sequence[Failure]) -> str:
+def next_step_for(failed: Sequence[Failure]) -> str:
     """Return what to do about these failures, of which the first was told: what is known of its kind of error."""
     kinds = {failure.kind for failure in failed}
     asked = {

@@ -14,10 +14,10 @@ from autotune_amp.core.outcome import Failure, Fidelity
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking
-from autotune_amp.search.ledger import RIVAL, Ledger
+from autotune_amp.search.ledger import RIVAL_MARGIN, Ledger
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.ranking import PLATEAU, check_key, rank
-from autotune_amp.search.space import HOPELESS, Space
+from autotune_amp.search.space import HOPELESS_SLOWDOWN, Space
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Check, Trial
 
@@ -68,13 +68,13 @@ class Checks:
             return gain > planner.least_gain(num_checks * planner.check_seconds(ledger))
 
         action = next_action(ledger, only_winner=self.only_winner, is_worth=is_worth)
-        left = planner.before_confirmation(ledger)
+        left = planner.seconds_before_confirmation(ledger)
         needed = planner.waiting_seconds(ledger) + max(MIN_CHECK_SECONDS, planner.check_seconds(ledger))
         if action is None or planner.budget.left() <= needed:
             return None
         if action.purpose != "search":
             return planner.check(ledger, action.purpose, action.setting)
-        return planner.trial(ledger, action.setting, left) if planner.may_try(ledger, left) else None
+        return planner.trial(ledger, action.setting, left) if planner.has_time_for_trial(ledger, left) else None
 
 
 @dataclass
@@ -95,13 +95,13 @@ class TrainedWeightsChecks:
         used_seconds = sum(
             r.seconds for r in ledger.records if isinstance(r.outcome, Fidelity) and r.outcome.num_steps_before
         )
-        seconds = planner.extra_seconds(planner.before_confirmation(ledger), used_seconds)
+        seconds = planner.extra_seconds(planner.seconds_before_confirmation(ledger), used_seconds)
         seconds -= planner.waiting_seconds(ledger)
-        action = next_later(ledger, seconds)
+        action = next_trained_weights_check(ledger, seconds)
         if action is None:
             return None
         setting, num_steps = action
-        check = planner.job_defaults.check("fidelity", _compare(setting, ledger.space).setting, seconds)
+        check = planner.job_defaults.check("fidelity", _fidelity_action(setting, ledger.space).setting, seconds)
         return replace(check, num_steps_before=num_steps, aim_seconds=(1 - LATER_MARGIN) * seconds)
 
 
@@ -116,7 +116,7 @@ class LossScales:
         """Let the study suggest and score loss scales. Always return None, since replay needs no job."""
         self.study.catch_up(ledger)
         for contender in filter(None, (ledger.final_shortlist or ())[:2]):
-            self.study.suggest_pairs(contender.with_own_workers, NUM_PAIRS, lambda: planner.before_confirmation(ledger))
+            self.study.suggest_pairs(contender.with_own_workers, NUM_PAIRS, lambda: planner.seconds_before_confirmation(ledger))
 
 
 def next_action(
@@ -126,22 +126,22 @@ def next_action(
     all are judged. Pure.
 
     Call it again after each result: an unfaithful setting leaves the shortlist and another takes its place. The
-    baseline is a contender, since it may be kept; a runner-up that is `HOPELESS` times slower is skipped.
+    baseline is a contender, since it may be kept; a runner-up that is `HOPELESS_SLOWDOWN` times slower is skipped.
     `is_worth(gain, num_checks)` returns whether a relative gain in throughput justifies so many checks; the gain of a
     runner-up is its lead over the winner plus `PLATEAU`, the uncertainty of both.
     """
-    healing = _healing(ledger)
+    healing = _next_pinning_action(ledger)
     if healing is not None:
         return healing
-    chosen, speeds = ledger.shortlist, {c: found.samples_per_second for c, found in ledger.measured.items()}
+    chosen, speeds = ledger.shortlist, {c: found.samples_per_second for c, found in ledger.measured_merits.items()}
     if chosen is None:
         return None
     fastest = max(speeds[c] for c in chosen[:2] if c is not None)
     contenders = (chosen.winner,) if only_winner else chosen
     for setting in dict.fromkeys(c for c in contenders if c is not None and c in speeds):
-        if HOPELESS * speeds[setting] < speeds[chosen.winner]:
+        if HOPELESS_SLOWDOWN * speeds[setting] < speeds[chosen.winner]:
             continue
-        is_rival = setting == chosen.winner or speeds[setting] >= (1 - RIVAL) * fastest
+        is_rival = setting == chosen.winner or speeds[setting] >= (1 - RIVAL_MARGIN) * fastest
         may_win = is_rival or ledger.objective != "speed"  # otherwise a slower setting may win
         is_uncalibrated = (
             "calibration" in ledger.space.checks
@@ -157,12 +157,12 @@ def next_action(
         if is_uncalibrated:
             return CheckAction("calibration", setting.scaling)
         if is_unchecked:
-            return _compare(setting, ledger.space)
-    healable = _healable(ledger, fastest)
-    return None if healable is None else _compare(healable, ledger.space)
+            return _fidelity_action(setting, ledger.space)
+    healable = _setting_to_pin(ledger, fastest)
+    return None if healable is None else _fidelity_action(healable, ledger.space)
 
 
-def next_later(ledger: Ledger, seconds: float) -> tuple[Setting, int] | None:
+def next_trained_weights_check(ledger: Ledger, seconds: float) -> tuple[Setting, int] | None:
     """Return the winner or its rival, if it was checked with its initial weights alone, and the number of optimizer
     steps to train before the next check. Pure.
 
@@ -174,7 +174,7 @@ def next_later(ledger: Ledger, seconds: float) -> tuple[Setting, int] | None:
         return None
     checked = {check_key(r.candidate): r.seconds for r in ledger.records if r.purpose == "fidelity"}
     for setting in filter(None, chosen[:2]):
-        if speeds[setting] < (1 - RIVAL) * speeds[chosen.winner]:
+        if speeds[setting] < (1 - RIVAL_MARGIN) * speeds[chosen.winner]:
             continue
         key = check_key(setting)
         first = ledger.fidelity.get(key)
@@ -189,10 +189,10 @@ def next_later(ledger: Ledger, seconds: float) -> tuple[Setting, int] | None:
 
 
 def _is_unchecked(ledger: Ledger, setting: Setting) -> bool:
-    return ranking.can_check(setting, ledger.space) and check_key(setting) not in ledger.fidelity
+    return ranking.is_checkable(setting, ledger.space) and check_key(setting) not in ledger.fidelity
 
 
-def _healing(ledger: Ledger) -> CheckAction | None:
+def _next_pinning_action(ledger: Ledger) -> CheckAction | None:
     """Return the next action for a precision that pins make faithful: check it with the pins, then measure it."""
     tried = {r.candidate for r in ledger.records if r.purpose in ranking.BEFORE_CONFIRMATION}
     for key, found in ledger.fidelity.items():
@@ -200,25 +200,25 @@ def _healing(ledger: Ledger) -> CheckAction | None:
         if found.verdict != "unfaithful" or not found.healing_pins or not ours:
             continue
         # Where no trial of the precision succeeded, take the smallest batch: its failures may have been numerical.
-        ran = {c: ledger.measured[c].samples_per_second for c in ours if c in ledger.measured}
+        ran = {c: ledger.measured_merits[c].samples_per_second for c in ours if c in ledger.measured_merits}
         like = rank(ran)[0] if ran else min(ours, key=lambda c: c.batch_size)
         healed = replace(like.with_own_workers, pinned_modules=found.healing_pins)
         verdict = ledger.fidelity.get(check_key(healed))
         if verdict is None:
-            return _compare(healed, ledger.space)
+            return _fidelity_action(healed, ledger.space)
         if verdict.verdict != "unfaithful" and healed not in tried:
             return CheckAction("search", healed)
     return None
 
 
-def _healable(ledger: Ledger, fastest: float) -> Setting | None:
+def _setting_to_pin(ledger: Ledger, fastest: float) -> Setting | None:
     """Return a setting that pinned modules might make usable: fp16 that is fast enough but has no safe loss scale, or a
     precision whose every trial had values that are not finite.
     """
     found = [
         setting
-        for setting, merit in ledger.measured.items()
-        if merit.samples_per_second >= (1 - RIVAL) * fastest and loss_scales.refusal(ledger.scales, setting) is not None
+        for setting, merit in ledger.measured_merits.items()
+        if merit.samples_per_second >= (1 - RIVAL_MARGIN) * fastest and loss_scales.refusal(ledger.scales, setting) is not None
     ]
     tried = [r for r in ledger.records if r.purpose == "search" and not r.candidate.pinned_modules]
     for precision in dict.fromkeys(r.candidate.precision for r in tried):
@@ -228,7 +228,7 @@ def _healable(ledger: Ledger, fastest: float) -> Setting | None:
     return next((c for c in found if not c.pinned_modules and _is_unchecked(ledger, c)), None)
 
 
-def _compare(setting: Setting, space: Space) -> CheckAction:
+def _fidelity_action(setting: Setting, space: Space) -> CheckAction:
     # A compiled setting is checked at the batch size it was compiled for: another size would compile once more.
     size = setting.batch_size if setting.is_compiled else min(space.check_batch_size, setting.batch_size)
     return CheckAction("fidelity", replace(check_key(setting), batch_size=size))

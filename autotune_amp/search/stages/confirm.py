@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement, Purpose
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.gains import unsettled
+from autotune_amp.search.gains import gain_and_rounds_to_settle
 from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.planner import (
@@ -56,7 +56,7 @@ class Confirm:
     def __init__(self, shortlist: Shortlist, environment: dict[str, str]) -> None:
         self._contenders = shortlist
         self._environment = environment
-        self._rounds = list(range(MAX_ROUNDS))  # to come
+        self._rounds_left = list(range(MAX_ROUNDS))  # to come
         self._num_begun = 0
         self._round = 0
         self._planned: list[ConfirmationRun] = []  # of this round
@@ -73,18 +73,18 @@ class Confirm:
         elif job_defaults.shares_processes:
             of_round = [r for r in ledger.records if r.round == self._round]
             self._is_started = bool(of_round) and isinstance(of_round[-1].outcome, Measurement)
-        while not (to_run := self._to_run(ledger)):
-            if not self._rounds or (self._rounds[0] >= MIN_ROUNDS and self._is_over(ledger, planner)):
+        while not (to_run := self._missing_runs(ledger)):
+            if not self._rounds_left or (self._rounds_left[0] >= MIN_ROUNDS and self._should_stop(ledger, planner)):
                 return None
-            self._round, self._is_started = self._rounds.pop(0), False
-            self._planned = [run for run in self._plan(ledger, planner) if run.setting not in ledger.failures]
-            self._num_begun += bool(self._to_run(ledger))
+            self._round, self._is_started = self._rounds_left.pop(0), False
+            self._planned = [run for run in self._plan_next_round(ledger, planner) if run.setting not in ledger.failures]
+            self._num_begun += bool(self._missing_runs(ledger))
         run = to_run[0]
         is_loaded = self._num_begun > 1 and self._is_loaded_together(ledger, planner, self._num_begun)
         num_starts = 0 if self._is_started or is_loaded else 1
         left, needed = planner.budget.left(), planner.runs_seconds(ledger, [run.setting], num_starts)
         if left < needed:
-            self._planned, self._rounds = [], []
+            self._planned, self._rounds_left = [], []
             return None
         ours = [ending_seconds(r) for r in ledger.records if (r.candidate, r.purpose, r.environment) == run]
         needs_ending = job_defaults.description.has_ending and run.purpose == "confirm" and set(ours) <= {None}
@@ -102,7 +102,7 @@ class Confirm:
             ending_seconds=min(self._ending_left(ledger, planner), left - needed) if needs_ending else None,
         )
 
-    def _to_run(self, ledger: Ledger) -> list[ConfirmationRun]:
+    def _missing_runs(self, ledger: Ledger) -> list[ConfirmationRun]:
         """Return the planned runs of this round that are missing on the slot where the round was last run."""
         of_round = [r for r in ledger.records if r.round == self._round]
         here = [r for r in of_round if r.slot == of_round[-1].slot]
@@ -116,9 +116,9 @@ class Confirm:
             return True
         return planner.least_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [winner], 1)) < PLATEAU
 
-    def _is_over(self, ledger: Ledger, planner: Planner) -> bool:
+    def _should_stop(self, ledger: Ledger, planner: Planner) -> bool:
         """Whether more rounds would settle nothing, or would take longer than the possible gain justifies."""
-        found = unsettled(ledger, self._contenders, self._environment)
+        found = gain_and_rounds_to_settle(ledger, self._contenders, self._environment)
         if found is None:
             return True
         gain, num_rounds = found
@@ -126,8 +126,8 @@ class Confirm:
             ConfirmationRun(self._contenders.winner, "confirm", {}),
             ConfirmationRun(self._contenders.baseline, "confirm", {}),
         ]
-        seconds = num_rounds * self._seconds_of(runs, ledger, planner)
-        return num_rounds > len(self._rounds) or gain < planner.least_gain(seconds)
+        seconds = num_rounds * self._round_seconds(runs, ledger, planner)
+        return num_rounds > len(self._rounds_left) or gain < planner.least_gain(seconds)
 
     def _is_loaded_together(self, ledger: Ledger, planner: Planner, number: int) -> bool:
         """Whether the process of the confirmation round `number`, counted from 1 in the order of starting, is loaded at
@@ -135,17 +135,17 @@ class Confirm:
         """
         return planner.job_defaults.loads_together and number <= planner.num_rounds(ledger)
 
-    def _seconds_of(self, runs: Sequence[ConfirmationRun], ledger: Ledger, planner: Planner) -> float:
+    def _round_seconds(self, runs: Sequence[ConfirmationRun], ledger: Ledger, planner: Planner) -> float:
         num_starts = min(1, len(runs)) if planner.job_defaults.shares_processes else len(runs)
         return planner.runs_seconds(ledger, [run.setting for run in runs], num_starts)
 
-    def _plan(self, ledger: Ledger, planner: Planner) -> list[ConfirmationRun]:
+    def _plan_next_round(self, ledger: Ledger, planner: Planner) -> list[ConfirmationRun]:
         is_loaded_together = self._is_loaded_together(ledger, planner, self._num_begun + 1)
 
         def seconds_of(runs: Sequence[ConfirmationRun]) -> float:
             if is_loaded_together:
                 return planner.runs_seconds(ledger, [run.setting for run in runs], 0)
-            return self._seconds_of(runs, ledger, planner)
+            return self._round_seconds(runs, ledger, planner)
 
         left = planner.budget.left() - (self._ending_left(ledger, planner) if self._round == 0 else 0.0)
         if is_loaded_together and not self._num_begun:
@@ -161,11 +161,11 @@ class Confirm:
 def is_runner_up_worth(ledger: Ledger, planner: Planner, chosen: Shortlist) -> bool:
     """Whether the runner-up may overtake the winner by enough to justify the seconds of its confirmation runs."""
     winner, runner_up, _ = chosen
-    if runner_up is None or runner_up not in ledger.may_win(chosen):
+    if runner_up is None or runner_up not in ledger.possible_winners(chosen):
         return False
     if ledger.objective != "speed":
         return True
-    speeds = {c: found.samples_per_second for c, found in ledger.measured.items()}
+    speeds = {c: found.samples_per_second for c, found in ledger.measured_merits.items()}
     lead = speeds[runner_up] / speeds[winner] - 1 + PLATEAU if winner in speeds else math.inf
     num_starts = 0 if planner.job_defaults.shares_processes else 1
     return lead > planner.least_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [runner_up], num_starts))
@@ -260,7 +260,7 @@ class LargerBatches:
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """Return a trial of the next larger batch size, set up like a confirmation run, or None."""
-        setting = next_larger(ledger, planner.job_defaults.description.num_samples)
+        setting = next_larger_batch(ledger, planner.job_defaults.description.num_samples)
         used_seconds = sum(record.seconds for record in ledger.records if record.purpose == "outlook")
         if setting is None:
             return None
@@ -278,7 +278,7 @@ class LargerBatches:
         )
 
 
-def next_larger(ledger: Ledger, num_samples: int | None = None) -> Setting | None:
+def next_larger_batch(ledger: Ledger, num_samples: int | None = None) -> Setting | None:
     """Return twice the largest effective batch tried in the fastest sound precision; None if it cannot pay. Pure."""
     kept = ledger.space.effective_batch_size
     sound = {c: speed for c, speed in ledger.speeds.items() if ledger.tiers[c] <= UNDECIDED_TIER and not c.as_found}

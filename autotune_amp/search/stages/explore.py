@@ -27,7 +27,7 @@ from autotune_amp.search.job_defaults import JobDefaults, is_hopeless
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner, num_timed_passes
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.ranking import is_waiting
+from autotune_amp.search.ranking import is_limited_by_data
 from autotune_amp.search.run import Stage
 from autotune_amp.search.space import Space, excluded_by_outcomes, without
 from autotune_amp.search.stages.checks import AccumulationCheck, Checks
@@ -53,11 +53,11 @@ class _Explore(ABC):
         """Return the trial to run next, or None."""
         self.study.catch_up(ledger.actual)
         left = self._left(ledger, planner)
-        setting = self._next(ledger, planner, left) if planner.may_try(ledger, left) else None
+        setting = self._next(ledger, planner, left) if planner.has_time_for_trial(ledger, left) else None
         return None if setting is None else planner.trial(ledger, self.study.ask(setting).setting, left)
 
     def _left(self, ledger: Ledger, planner: Planner) -> float:
-        return planner.to_explore(ledger)
+        return planner.exploration_seconds(ledger)
 
     @abstractmethod
     def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
@@ -88,9 +88,9 @@ class Promising(_Explore):
     def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
         job_defaults = planner.job_defaults
         # More loader workers may end the wait for data; until that is tried, compare throughputs without the wait.
-        is_held_up = job_defaults.may_add_workers and is_waiting(ledger.records)
+        is_held_up = job_defaults.may_add_workers and is_limited_by_data(ledger.records)
         known = ledger.throughputs(without_waiting=is_held_up)
-        throughputs = {c: found for c, found in known.items() if c == ledger.space.baseline or is_of_the_space(c)}
+        throughputs = {c: found for c, found in known.items() if c == ledger.space.baseline or is_ordinary_apart_from_pins(c)}
         if not throughputs:
             untried = untried_settings(ledger, job_defaults.memory_limit_bytes)
             return min(untried, key=lambda c: c.batch_size, default=None)
@@ -101,12 +101,12 @@ class Promising(_Explore):
             planner,
             throughputs,
             left_seconds,
-            [*worth_trying(ledger, job_defaults, throughputs), *healed_settings(ledger)],
+            [*untried_promising_settings(ledger, job_defaults, throughputs), *untried_pinned_settings(ledger)],
             max_processes=1,
         )
 
 
-def exploring(study: Study) -> tuple[Stage, ...]:
+def exploration_stages(study: Study) -> tuple[Stage, ...]:
     """Return the exploring stages in order: every precision first, then a check of the leader before its batch sizes
     are explored.
 
@@ -155,7 +155,7 @@ def next_promising(
     `throughputs` lists the throughputs of each setting's processes. A measured setting is returned, to be measured
     again, where the spread of its processes leaves the choice open.
     """
-    choosable = ledger.may_choose((*throughputs, *untried))
+    choosable = ledger.choosable_settings((*throughputs, *untried))
     if not throughputs or not choosable:
         return None
     throughput_model = ThroughputModel(throughputs, untried)
@@ -195,8 +195,8 @@ def share_building(backend: Backend, planner: Planner, ledger: Ledger, progress:
     own = next((found for found in reversed(searched) if not found.is_build_shared), None)
     if "share_build" not in backend.abilities or backend.is_build_shared or own is None:
         return
-    left_seconds, building, context = planner.to_explore(ledger), own.build_seconds, own.context_seconds
-    if untried_seed(ledger, job_defaults) is not None or not planner.may_try(ledger, left_seconds):
+    left_seconds, building, context = planner.exploration_seconds(ledger), own.build_seconds, own.context_seconds
+    if untried_seed(ledger, job_defaults) is not None or not planner.has_time_for_trial(ledger, left_seconds):
         return
     rest = own.first_step_seconds + own.num_steps * own.step_seconds
     share = (building + context) / (building + context + rest)
@@ -266,7 +266,7 @@ def untried_settings(ledger: Ledger, memory_limit_bytes: int | None) -> list[Set
     return _untried(ledger.space, ledger.ordinary_outcomes, memory_limit_bytes, ledger.exclusions)
 
 
-def worth_trying(ledger: Ledger, job_defaults: JobDefaults, leading: Iterable[Setting]) -> list[Setting]:
+def untried_promising_settings(ledger: Ledger, job_defaults: JobDefaults, leading: Iterable[Setting]) -> list[Setting]:
     """Return the untried settings of every precision that has not run yet or that a setting in `leading` has.
 
     A precision that ran and is not in `leading` is left out: its other batch sizes would be refused too.
@@ -277,10 +277,10 @@ def worth_trying(ledger: Ledger, job_defaults: JobDefaults, leading: Iterable[Se
     return [c for c in untried_settings(ledger, job_defaults.memory_limit_bytes) if c.precision not in out]
 
 
-def healed_settings(ledger: Ledger) -> list[Setting]:
+def untried_pinned_settings(ledger: Ledger) -> list[Setting]:
     """Return the untried settings of every precision that some pinned modules made faithful, with these pins."""
     tried = {
-        r.candidate: r.outcome for r in ledger.trials if r.candidate.pinned_modules and is_of_the_space(r.candidate)
+        r.candidate: r.outcome for r in ledger.trials if r.candidate.pinned_modules and is_ordinary_apart_from_pins(r.candidate)
     }
     pins = {c.precision: c.pinned_modules for c in tried if c in ledger.merits}
     failed_sizes = {c.precision: c.batch_size for c, outcome in tried.items() if not isinstance(outcome, Measurement)}
@@ -289,7 +289,7 @@ def healed_settings(ledger: Ledger) -> list[Setting]:
     return [c for c in found if c not in tried and c.batch_size < failed_sizes.get(c.precision, math.inf)]
 
 
-def is_of_the_space(setting: Setting) -> bool:
+def is_ordinary_apart_from_pins(setting: Setting) -> bool:
     """Whether `setting` is an ordinary setting, its pinned modules aside."""
     return replace(setting, pinned_modules=()).is_ordinary
 

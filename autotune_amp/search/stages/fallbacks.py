@@ -36,8 +36,8 @@ class Fallbacks:
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
         """Return the trial of a plan not measured yet, or the accumulation check that it depends on, or None."""
-        left = planner.before_confirmation(ledger)
-        if not planner.may_try(ledger, left):
+        left = planner.seconds_before_confirmation(ledger)
+        if not planner.has_time_for_trial(ledger, left):
             return None
         chosen = ledger.final_shortlist
         if chosen is None:
@@ -66,7 +66,7 @@ def missing_plans(ledger: Ledger, contender: Setting) -> list[Setting]:
     for precision in MODES[contender.precision].rungs_below:
         if precision in harmful or not any(c.precision == precision for c in ledger.space.candidates):
             continue
-        if not _fits(contender, precision):
+        if not _is_compatible(contender, precision):
             continue
         for factor in (2**power for power in range(MAX_FALLBACK_TRIES) if contender.batch_size % 2**power == 0):
             setting = _stepped_down(contender, precision, factor)
@@ -88,7 +88,7 @@ def _stepped_down(setting: Setting, precision: Precision, factor: int) -> Settin
     return replace(bare, precision=precision, as_found=False, pinned_modules=())
 
 
-def _fits(setting: Setting, precision: Precision) -> bool:
+def _is_compatible(setting: Setting, precision: Precision) -> bool:
     """Whether the dimensions that stay set up for a whole training run are compatible with `precision`."""
     return not _stepped_down(setting, precision, 1).misfits
 
@@ -104,8 +104,8 @@ def fallback_plans(
     modules, which a plan cannot express. Plans are measured without compiling, which takes too long for a setting that
     may never run; their slowdown is relative to `chosen` without compiling too, where that was measured.
     """
-    failed, counted = ranking.failures(records), ranking.counted(records)
-    measured = _measured(counted)
+    failed, counted = ranking.failures(records), ranking.without_lost_rounds(records)
+    measured = _measurements_by_setting(counted)
     speeds = {c: _speed(ours) for c, ours in measured.items()}
     fitting = [
         c
@@ -114,7 +114,7 @@ def fallback_plans(
         and c.effective_batch_size == chosen.effective_batch_size
         and (may_add_steps or c.accumulation_steps == chosen.accumulation_steps)
         and c.precision not in harmful
-        and _fits(chosen, c.precision)
+        and _is_compatible(chosen, c.precision)
         and c not in failed
     ]
     alike = next(c for c in (in_fallbacks(chosen), chosen) if c in speeds)
@@ -130,7 +130,7 @@ def fallback_plans(
     )
 
 
-def _measured(records: Iterable[Record]) -> dict[Setting, list[Measurement]]:
+def _measurements_by_setting(records: Iterable[Record]) -> dict[Setting, list[Measurement]]:
     found: dict[Setting, list[Measurement]] = {}
     for record in records:
         if isinstance(record.outcome, Measurement) and record.purpose not in ("plain", "one_rank"):  # no plan is run so

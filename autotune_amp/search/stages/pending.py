@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from autotune_amp.core.outcome import Fidelity, Measurement, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.loss_scales import Uncalibrated
+from autotune_amp.search.loss_scales import MissingCalibration
 from autotune_amp.search.ranking import BEFORE_CONFIRMATION
 from autotune_amp.search.stages.throughput_model import ThroughputModel
 from autotune_amp.trial.jobs import Check, Trial
@@ -24,7 +24,7 @@ from autotune_amp.trial.step_profile.breakdown import ProfileJob
 EXPECTED = 0  # the number of a record that is only expected
 
 
-def expecting(ledger: Ledger, pending: Sequence[Trial | Check | ProfileJob]) -> Ledger | None:
+def ledger_with_expected(ledger: Ledger, pending: Sequence[Trial | Check | ProfileJob]) -> Ledger | None:
     """Return the ledger with the expected results of the `pending` jobs, or None if the next decision has to wait for
     them.
 
@@ -37,24 +37,24 @@ def expecting(ledger: Ledger, pending: Sequence[Trial | Check | ProfileJob]) -> 
     if any(isinstance(job, ProfileJob) for job in pending) or any(check.what == "accumulation" for check in checks):
         return None
     if not ledger.measurements:
-        return ledger.expecting([], {}, num_awaited=len(trials))
+        return ledger.with_expected([], {}, num_awaited=len(trials))
     if ledger.measurements.keys() == {trial.candidate for trial in trials}:
         return None  # The same setting still runs on other slots; once it has ended there too, building may be shared.
-    records = [_record(job, _faithful(job)) for job in checks if job.what == "fidelity"]
+    records = [_expected_record(job, _expected_fidelity(job)) for job in checks if job.what == "fidelity"]
     if trials:
         throughputs = {c: [m.samples_per_second for m in ours] for c, ours in ledger.measurements.items()}
         throughput_model = ThroughputModel(throughputs, [trial.candidate for trial in trials])
-        records += [_record(job, _measured(ledger, job.candidate, throughput_model)) for job in trials]
-    scales = {c.candidate.scaling: Uncalibrated("it is being calibrated") for c in checks if c.what == "calibration"}
-    return ledger.expecting(records, scales) if records or scales else ledger
+        records += [_expected_record(job, _expected_measurement(ledger, job.candidate, throughput_model)) for job in trials]
+    scales = {c.candidate.scaling: MissingCalibration("it is being calibrated") for c in checks if c.what == "calibration"}
+    return ledger.with_expected(records, scales) if records or scales else ledger
 
 
-def _record(job: Trial | Check, outcome: Measurement | Fidelity) -> Record:
+def _expected_record(job: Trial | Check, outcome: Measurement | Fidelity) -> Record:
     purpose = job.purpose if isinstance(job, Trial) else job.what
     return Record(search_id="", number=EXPECTED, candidate=job.candidate, purpose=purpose, outcome=outcome, seconds=0.0)
 
 
-def _faithful(check: Check) -> Fidelity:
+def _expected_fidelity(check: Check) -> Fidelity:
     setting = check.candidate
     return Fidelity(
         precision=setting.precision,
@@ -67,7 +67,7 @@ def _faithful(check: Check) -> Fidelity:
     )
 
 
-def _measured(ledger: Ledger, setting: Setting, throughput_model: ThroughputModel) -> Measurement:
+def _expected_measurement(ledger: Ledger, setting: Setting, throughput_model: ThroughputModel) -> Measurement:
     """Return the nearest setting's measurement, with times scaled to the throughput that the model predicts."""
 
     def distance(other: Setting) -> tuple[bool, int, float]:

@@ -24,17 +24,17 @@ from autotune_amp.search.ranking import PLATEAU
 Array = npt.NDArray[np.float64]
 
 # Prior standard deviations of the logarithm of the throughput.
-LEVEL, OF_A_PRECISION = 3.0, 0.7
+LEVEL_DEVIATION, PRECISION_DEVIATION = 3.0, 0.7
 RISE_PER_OCTAVE = 0.2  # prior mean slope: the cost of kernel launches is shared by more samples
-PER_OCTAVE, PER_OCTAVE_OF_A_PRECISION = 0.2, 0.1
-OF_A_VALUE, OF_WORKERS = 0.45, 1.0  # of a further dimension's value (studies/real_card), and of a number of workers
-OF_ITS_OWN = 0.02  # deviation of one batch size from its neighbours
-SMOOTH, SMOOTH_OCTAVES = 0.5, 4.0  # the bend that all curves share, and its length scale in doublings of the batch size
-BENDING_OCTAVES = 2.0
+SLOPE_DEVIATION, PRECISION_SLOPE_DEVIATION = 0.2, 0.1
+VALUE_DEVIATION, WORKERS_DEVIATION = 0.45, 1.0  # of a further dimension's value (studies/real_card), and of a number of workers
+BATCH_SIZE_DEVIATION = 0.02  # deviation of one batch size from its neighbours
+SHARED_BEND_DEVIATION, SHARED_BEND_OCTAVES = 0.5, 4.0  # the bend that all curves share, and its length scale in doublings of the batch size
+OWN_BEND_OCTAVES = 2.0
 # Grids over which the model averages, weighted by likelihood: the bend of a single curve, and the spread between
 # processes of the same setting.
-BENDS = (0.1, 0.2, 0.4)
-NOISES = (0.01, 0.03, 0.08, 0.15)
+OWN_BEND_DEVIATIONS = (0.1, 0.2, 0.4)
+NOISE_DEVIATIONS = (0.01, 0.03, 0.08, 0.15)
 
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(21)
 
@@ -56,7 +56,7 @@ class ThroughputModel:
         self._expected: Array = level + trend
         prior, bending = _prior(self.settings)
         left = logs - self._expected[rows]
-        fits = [_fit(prior + bend**2 * bending, rows, left, noise) for bend in BENDS for noise in NOISES]
+        fits = [_fit(prior + bend**2 * bending, rows, left, noise) for bend in OWN_BEND_DEVIATIONS for noise in NOISE_DEVIATIONS]
         likelihoods = np.array([fit.log_likelihood for fit in fits])
         weights = np.exp(likelihoods - likelihoods.max())
         self._fits, self._weights = fits, weights / weights.sum()
@@ -126,11 +126,11 @@ def _prior(settings: Sequence[Setting]) -> tuple[Array, Array]:
     octaves = np.log2([setting.batch_size for setting in settings])
     centred, apart = octaves - octaves.mean(), np.abs(octaves[:, None] - octaves)
     sloped = np.outer(centred, centred)
-    shared = LEVEL**2 + PER_OCTAVE**2 * sloped + SMOOTH**2 * np.exp(-0.5 * (apart / SMOOTH_OCTAVES) ** 2)
-    own = OF_A_PRECISION**2 + PER_OCTAVE_OF_A_PRECISION**2 * sloped
+    shared = LEVEL_DEVIATION**2 + SLOPE_DEVIATION**2 * sloped + SHARED_BEND_DEVIATION**2 * np.exp(-0.5 * (apart / SHARED_BEND_OCTAVES) ** 2)
+    own = PRECISION_DEVIATION**2 + PRECISION_SLOPE_DEVIATION**2 * sloped
     is_alike = _are_equal([setting.precision for setting in settings])
-    prior = shared + is_alike * own + _further(settings) + OF_ITS_OWN**2 * np.eye(len(settings))
-    return prior, is_alike * np.exp(-apart / BENDING_OCTAVES)
+    prior = shared + is_alike * own + _further(settings) + BATCH_SIZE_DEVIATION**2 * np.eye(len(settings))
+    return prior, is_alike * np.exp(-apart / OWN_BEND_OCTAVES)
 
 
 def _further(settings: Sequence[Setting]) -> Array:
@@ -140,7 +140,7 @@ def _further(settings: Sequence[Setting]) -> Array:
         if dimension not in (PRECISION, BATCH_SIZE, ACCUMULATION_STEPS):
             values = [getattr(setting, dimension.name) for setting in settings]
             is_other = np.array([value != dimension.default for value in values])
-            deviation = OF_WORKERS if dimension is NUM_WORKERS else OF_A_VALUE
+            deviation = WORKERS_DEVIATION if dimension is NUM_WORKERS else VALUE_DEVIATION
             found += deviation**2 * _are_equal(values) * np.outer(is_other, is_other)
     return found
 

@@ -21,8 +21,8 @@ from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, UNDECIDED_TIER, data_share, rank
 from autotune_amp.search.stages.checks import Checks
-from autotune_amp.search.stages.explore import is_of_the_space, next_promising, worth_trying
-from autotune_amp.search.variants import beside, is_worth_trying, next_setting, to_profile
+from autotune_amp.search.stages.explore import is_ordinary_apart_from_pins, next_promising, untried_promising_settings
+from autotune_amp.search.variants import is_worth_trying, neighbouring_batch_sizes, next_setting, setting_to_profile
 from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
 
@@ -47,13 +47,13 @@ class Variants:
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | ProfileJob | None:
         """Return the profile, else the next trial, else the check that the leader needs, or None."""
-        left, leader = planner.to_explore(ledger), to_profile(ledger)
+        left, leader = planner.exploration_seconds(ledger), setting_to_profile(ledger)
         foreseen = math.inf if leader is None else self._profile_seconds(ledger, planner, leader)
         if leader is not None and foreseen < PROFILE_SHARE * left:
             trial = planner.job_defaults.trial(ledger, leader)
             seconds = PROFILE_PATIENCE * foreseen
             return ProfileJob(device=trial.device, trial=trial, deadline_seconds=seconds, counts_flops=False)
-        setting = self._next(ledger, planner, left) if planner.may_try(ledger, left) else None
+        setting = self._next(ledger, planner, left) if planner.has_time_for_trial(ledger, left) else None
         if setting is None:
             return self.checks.next(ledger, planner)
         return planner.trial(ledger, setting, left)
@@ -68,7 +68,7 @@ class Variants:
         if setting is not None and setting.is_compiled and ledger is not ledger.actual:
             return None  # compiling takes tens of seconds: wait until all running jobs have ended
         if setting is None and ledger.objective != "memory":
-            return next_promising(ledger, planner, ledger.throughputs(), left_seconds, tuple(beside(ledger)))
+            return next_promising(ledger, planner, ledger.throughputs(), left_seconds, tuple(neighbouring_batch_sizes(ledger)))
         return setting
 
 
@@ -85,8 +85,8 @@ class LoaderWorkers:
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
         """Return the check that the last trial makes necessary, else another trial, or None."""
-        check, left = self.checks.next(ledger, planner), planner.before_confirmation(ledger)
-        if check is not None or not planner.may_try(ledger, left):
+        check, left = self.checks.next(ledger, planner), planner.seconds_before_confirmation(ledger)
+        if check is not None or not planner.has_time_for_trial(ledger, left):
             return check
         setting = self.setting(ledger, planner.job_defaults) or self._promising(ledger, planner, left)
         return None if setting is None else planner.trial(ledger, setting, left)
@@ -122,7 +122,7 @@ class LoaderWorkers:
             return None
         tried = {r.candidate: r.outcome for r in searched}
         before, share_before = speeds[target], waits[target]
-        for num_workers in ladder(own_num_workers, num_cpus):
+        for num_workers in worker_counts(own_num_workers, num_cpus):
             found = tried.get(setting := replace(target, num_workers=num_workers))
             if found is None:
                 return setting
@@ -152,17 +152,17 @@ class LoaderWorkers:
         failed = [c for c in ledger.failures if c.num_workers == num_workers]
         observed: dict[Setting, list[float]] = {}
         for setting, throughputs in ledger.throughputs(without_waiting=True).items():
-            if is_of_the_space(setting.with_own_workers):
+            if is_ordinary_apart_from_pins(setting.with_own_workers):
                 observed.setdefault(replace(setting, num_workers=num_workers), []).extend(throughputs)
         untried = [
             replace(c, num_workers=num_workers)
-            for c in worth_trying(ledger, planner.job_defaults, observed)
+            for c in untried_promising_settings(ledger, planner.job_defaults, observed)
             if all(c.precision != other.precision or c.batch_size < other.batch_size for other in failed)
         ]
         return next_promising(ledger, planner, observed, left_seconds, untried)
 
 
-def ladder(own_num_workers: int, num_cpus: int) -> Iterator[int]:
+def worker_counts(own_num_workers: int, num_cpus: int) -> Iterator[int]:
     """Yield the numbers of workers to try: the user's own, doubled until it reaches the number of CPUs."""
     number = own_num_workers
     while number < num_cpus:

@@ -77,7 +77,7 @@ def _shared_answer(
         return None
     from autotune_amp.search.storage import shared  # imports Optuna
 
-    found = shared.answer_for(shared.answers(options.storage, fingerprint), fingerprint)
+    found = shared.matching_recommendation(shared.shared_recommendations(options.storage, fingerprint), fingerprint)
     if found is None:
         return None
     answer = found.recommendation

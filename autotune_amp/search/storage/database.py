@@ -21,7 +21,7 @@ from autotune_amp.core.errors import StudyError
 
 _NUM_TRIES, _TRY_SECONDS = 10, 0.3  # attempts to create an empty database's tables
 # Optuna raises KeyError for a study or trial that somebody deleted.
-FAILURES = (StorageInternalError, SQLAlchemyError, UpdateFinishedTrialError, KeyError)
+STORAGE_ERRORS = (StorageInternalError, SQLAlchemyError, UpdateFinishedTrialError, KeyError)
 # Timeouts of libpq, which otherwise waits for ever: for a connection, and for a server whose packets are lost.
 _PATIENCE = {
     "connect_timeout": 5,
@@ -33,7 +33,7 @@ _PATIENCE = {
 
 
 @contextlib.contextmanager
-def connected(storage: str | Path) -> Iterator[RDBStorage]:
+def open_storage(storage: str | Path) -> Iterator[RDBStorage]:
     """Yield the Optuna storage of a URL or of a search's own file. Raises `StudyError` if it cannot be used."""
     # Without a pool no SQLite connection outlives its session, not even if Optuna's constructor fails.
     options: dict[str, Any] = {}
@@ -75,12 +75,12 @@ def storage_errors(storage: str | Path) -> Iterator[None]:
     """Raise `StudyError` for a failure of the storage inside."""
     try:
         yield
-    except FAILURES as error:
+    except STORAGE_ERRORS as error:
         raise study_error(storage, error) from error
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def optuna_log_silenced() -> Iterator[None]:
     """Silence Optuna's log inside."""
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -92,7 +92,7 @@ def quiet() -> Iterator[None]:
 
 def attributes(storage: str, name: str) -> dict[str, Any]:
     """Return a study's user attributes, empty if there is no such study. Raises `StudyError` if the storage fails."""
-    with connected(storage) as database, storage_errors(storage):
+    with open_storage(storage) as database, storage_errors(storage):
         try:
             return database.get_study_user_attrs(database.get_study_id_from_name(name))
         except KeyError:
@@ -101,7 +101,7 @@ def attributes(storage: str, name: str) -> dict[str, Any]:
 
 def set_attribute(storage: str, name: str, key: str, value: Any) -> None:
     """Set a user attribute of a study, which is created if missing. Raises `StudyError` if the storage fails."""
-    with quiet(), connected(storage) as database, storage_errors(storage):
+    with optuna_log_silenced(), open_storage(storage) as database, storage_errors(storage):
         optuna.create_study(storage=database, study_name=name, load_if_exists=True).set_user_attr(key, value)
 
 

@@ -42,7 +42,7 @@ class SharedRecommendation(NamedTuple):
         return f"on {self.host}, {self.time[:10]}"
 
 
-def answers(storage: str, fingerprint: Fingerprint) -> list[SharedRecommendation]:
+def shared_recommendations(storage: str, fingerprint: Fingerprint) -> list[SharedRecommendation]:
     """Return the recommendations for the same code on a device of the same model, the latest first. Raises
     `StudyError`.
 
@@ -59,18 +59,18 @@ def answers(storage: str, fingerprint: Fingerprint) -> list[SharedRecommendation
     return sorted(found, key=lambda answer: answer.time, reverse=True)
 
 
-def answer_for(answers: list[SharedRecommendation], fingerprint: Fingerprint) -> SharedRecommendation | None:
+def matching_recommendation(shared: list[SharedRecommendation], fingerprint: Fingerprint) -> SharedRecommendation | None:
     """Return the answer that holds for the same request on another host of the same kind, or None. Pure."""
     memory_bytes = int(fingerprint.parts["device total_memory_bytes"].removeprefix("="))
     kind = _digest(_kind(fingerprint))
-    for answer in answers:
+    for answer in shared:
         measured_with = answer.recommendation.hardware.identity.total_memory_bytes
         if answer.kind == kind and memory_bytes >= LEAST_MEMORY_SHARE * measured_with:
             return answer
     return None
 
 
-def keep(storage: str, recommendation: Recommendation) -> None:
+def store_recommendation(storage: str, recommendation: Recommendation) -> None:
     """Store the recommendation of a finished search for others, without its command. Raises `StudyError`."""
     found = recommendation.fingerprint
     kept = {

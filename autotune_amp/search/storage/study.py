@@ -32,10 +32,17 @@ from autotune_amp.dimensions.dimension import Dimension
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.loss_scales import DEFAULT_PAIR, LOG2_INIT_SCALES, Pair, scales_of, snapped
-from autotune_amp.search.storage.database import FAILURES, connected, load_study, quiet, storage_errors, study_error
+from autotune_amp.search.loss_scales import DEFAULT_PAIR, LOG2_INIT_SCALES, Pair, nearest_power_of_two, scales_of
+from autotune_amp.search.storage.database import (
+    STORAGE_ERRORS,
+    load_study,
+    open_storage,
+    optuna_log_silenced,
+    storage_errors,
+    study_error,
+)
 
-OF_THE_SPACE = tuple(dimension for dimension in DIMENSIONS if dimension.found_by == "curves")
+SPACE_DIMENSIONS = tuple(dimension for dimension in DIMENSIONS if dimension.found_by == "curves")
 GROWTH_INTERVALS = (10, 20_000)
 
 # A sampler learns from a violated constraint and ignores a trial told as FAIL (studies/README.md).
@@ -76,17 +83,17 @@ class Study:
         self._note = note
         self._away_since: float | None = None  # the time of its failure or of the last attempt to reach it
         self._ledger = ledger
-        self._asked: list[StudyTrial] = []  # asked and not told yet
+        self._open_trials: list[StudyTrial] = []  # asked and not told yet
         self._legal = (*space.candidates, space.baseline)
         tried = (*self._legal, *(FP8_RECIPE.on(space.baseline, v) for v in space.variants.get(FP8_RECIPE.name, ())))
-        self._distributions = {dimension.name: _distribution(dimension, tried) for dimension in OF_THE_SPACE}
+        self._distributions = {dimension.name: _distribution(dimension, tried) for dimension in SPACE_DIMENSIONS}
         # Parameters of only those trials that have a non-default value of a further dimension.
-        self._further: dict[str, BaseDistribution] = {
+        self._variant_distributions: dict[str, BaseDistribution] = {
             name: CategoricalDistribution(tuple(dict.fromkeys((variant.default, *values))))
             for name, variant in VARIANTS.items()
             if (values := space.variants.get(name, ()))
         }
-        self._attach()
+        self._load_again()
 
     @classmethod
     @contextlib.contextmanager
@@ -108,7 +115,7 @@ class Study:
         that a killed search left running are marked as failed, and the ledger's trials that the study lacks are added.
         Raises `StudyError`, naming the storage without its password, if it cannot be used.
         """
-        with quiet(), connected(storage) as database:
+        with optuna_log_silenced(), open_storage(storage) as database:
 
             def load() -> optuna.Study:
                 study = load_study(database, name, ledger.search_id, owner)
@@ -134,30 +141,30 @@ class Study:
         """
         if not self._is_legal(setting):
             raise ValueError(f"{setting} is not in the space.")
-        with self._going_on():
-            if self.is_there:
-                self._asked.append(self._ask(setting, pair))
-                return self._asked[-1]
+        with self._surviving_failure():
+            if self.is_reachable:
+                self._open_trials.append(self._ask(setting, pair))
+                return self._open_trials[-1]
         return StudyTrial(setting, None, pair)
 
     def _ask(self, setting: Setting, pair: Pair | None) -> StudyTrial:
-        further = self._further if setting.active_variants else {}
+        further = self._variant_distributions if setting.active_variants else {}
         parameters = _parameters(setting, pair) | {name: getattr(setting, name) for name in further}
-        self._study.enqueue_trial(parameters, user_attrs=_described(setting))
+        self._study.enqueue_trial(parameters, user_attrs=_initial_attributes(setting))
         try:
             trial = self._study.ask(self._distributions | further)
         except ValueError as error:
             what = f"A trial that somebody enqueued in study {self.name} cannot be run: {error}."
             raise StudyError(what, "The same command again goes on without that trial.") from error
-        asked_for = {dimension.name: trial.params[dimension.name] for dimension in OF_THE_SPACE}
+        asked_for = {dimension.name: trial.params[dimension.name] for dimension in SPACE_DIMENSIONS}
         suggested = None
         if MODES[asked_for["precision"]].takes_scaler:
             low, high = (2.0**log2_scale for log2_scale in LOG2_INIT_SCALES)
             init_scale = trial.suggest_float("init_scale", low, high, log=True)
-            suggested = snapped(init_scale), trial.suggest_int("growth_interval", *GROWTH_INTERVALS, log=True)
+            suggested = nearest_power_of_two(init_scale), trial.suggest_int("growth_interval", *GROWTH_INTERVALS, log=True)
         if asked_for != _parameters(setting, None):
             setting = self._nearest(asked_for)
-            _set_attributes(trial, _described(setting))
+            _set_attributes(trial, _initial_attributes(setting))
         return StudyTrial(setting, trial, suggested)
 
     def tell(self, asked: StudyTrial, outcome: Outcome, *, number: int | None = None, slot: str | None = None) -> None:
@@ -167,14 +174,14 @@ class Study:
         slot it ran on, if there are several. A failure becomes a pruned trial with a violated constraint, never a
         failed trial: samplers learn from a constraint.
         """
-        self._asked = [other for other in self._asked if other is not asked]
-        outcome, replay = self._ledger.judged(asked.setting, outcome, asked.pair)
-        with self._going_on():
-            if asked.trial is None or not self.is_there:
+        self._open_trials = [other for other in self._open_trials if other is not asked]
+        outcome, replay = self._ledger.outcome_with_pair(asked.setting, outcome, asked.pair)
+        with self._surviving_failure():
+            if asked.trial is None or not self.is_reachable:
                 return
             where = {} if slot is None else {"slot": slot}
             is_own = isinstance(self._storage, Path)
-            _set_attributes(asked.trial, _explained(outcome, number, asked.pair, replay, is_own=is_own) | where)
+            _set_attributes(asked.trial, _result_attributes(outcome, number, asked.pair, replay, is_own=is_own) | where)
             if isinstance(outcome, Measurement):
                 share = 1.0 if replay is None else replay.applied_share
                 self._study.tell(asked.trial, share * outcome.samples_per_second)
@@ -190,46 +197,46 @@ class Study:
         """
         self._ledger = ledger
         if self._away_since is not None and (is_over or time.monotonic() > self._away_since + AWAY_SECONDS):
-            with self._going_on():
-                self._attach()
+            with self._surviving_failure():
+                self._load_again()
                 self._away_since = None
                 self._note("The study's storage is there again.")
         for record in ledger.records:
             setting, outcome = record.candidate, record.outcome
-            is_due = record.purpose == "search" and record.number not in self._told and self._is_legal(setting)
+            is_due = record.purpose == "search" and record.number not in self._finished_numbers and self._is_legal(setting)
             if is_due and (is_over or not ledger.awaits_calibration(setting)):
                 assert isinstance(outcome, (Measurement, Failure)), "a check is no trial"
-                ours = (asked for asked in self._asked if asked.setting == setting)
+                ours = (asked for asked in self._open_trials if asked.setting == setting)
                 asked = next(ours, None) or self.ask(setting)
                 self.tell(asked, outcome, number=record.number, slot=record.slot)
-                self._told.add(record.number)
+                self._finished_numbers.add(record.number)
             if record.purpose == "calibration" and setting not in self._calibrated:
                 self._calibrated.add(setting)
                 self.suggest_pairs(setting, 0, lambda: 0.0)  # the initial ones alone
 
     @property
-    def is_there(self) -> bool:
+    def is_reachable(self) -> bool:
         """Whether the storage could be reached when it was last used."""
         return self._away_since is None
 
     @contextlib.contextmanager
-    def _going_on(self) -> Iterator[None]:
+    def _surviving_failure(self) -> Iterator[None]:
         """Suppress a failure of the storage inside and mark the storage as away."""
         try:
             yield
-        except FAILURES as error:
-            if self.is_there:
+        except STORAGE_ERRORS as error:
+            if self.is_reachable:
                 self._note(f"{study_error(self._storage, error).message} The search goes on, and tells it later.")
             self._away_since = time.monotonic()
 
-    def _attach(self) -> None:
+    def _load_again(self) -> None:
         """Load the study as a resumed search does, from the trials that it has."""
         self._study = self._load()
-        self._asked = []
+        self._open_trials = []
         self._calibrated: set[Setting] = set()
-        self._fail_left_behind()
+        self._fail_interrupted_trials()
         finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-        self._told = {t.user_attrs["record"] for t in finished if "record" in t.user_attrs}  # numbers of its records
+        self._finished_numbers = {t.user_attrs["record"] for t in finished if "record" in t.user_attrs}  # numbers of its records
 
     def suggest_pairs(self, setting: Setting, num_pairs: int, left_seconds: Callable[[], float]) -> None:
         """Tell the study the initial pairs of a calibrated setting that it lacks, then let the sampler suggest more
@@ -245,20 +252,20 @@ class Study:
         for pair in seeds:
             self.tell(self.ask(setting, pair), outcome)
         for _ in range(num_pairs - len(known) - len(seeds)):
-            if left_seconds() <= 0 or not self.is_there:
+            if left_seconds() <= 0 or not self.is_reachable:
                 return
             self.tell(self.ask(setting, None), outcome)
 
     def pairs(self, setting: Setting) -> list[Pair]:
         """Return the pairs of an fp16 setting that the study has results for, in order."""
         finished: Sequence[optuna.trial.FrozenTrial] = ()
-        with self._going_on():
-            if self.is_there:
+        with self._surviving_failure():
+            if self.is_reachable:
                 finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        wanted = _described(setting)
+        wanted = _initial_attributes(setting)
         answered = (t for t in finished if "applied_share" in t.user_attrs)
         ours = [t for t in answered if all(t.user_attrs.get(key) == wanted[key] for key in wanted)]
-        return [(snapped(t.params["init_scale"]), t.params["growth_interval"]) for t in ours]
+        return [(nearest_power_of_two(t.params["init_scale"]), t.params["growth_interval"]) for t in ours]
 
     def _nearest(self, parameters: dict[str, Any]) -> Setting:
         """Return the legal candidate nearest to `parameters`, preferring strict flags to the user's own."""
@@ -272,7 +279,7 @@ class Study:
             self._legal, key=lambda c: (sum(distance(name, getattr(c, name)) for name in parameters), c.as_found)
         )
 
-    def _fail_left_behind(self) -> None:
+    def _fail_interrupted_trials(self) -> None:
         """Mark trials left running by a killed search as failed; only `study.optimize` has heartbeats."""
         for left in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             if "candidate" in left.user_attrs:  # trials enqueued by somebody are still to be run
@@ -303,20 +310,20 @@ def _set_attributes(owner: optuna.Trial | optuna.Study, attributes: dict[str, An
 
 def _parameters(setting: Setting, pair: Pair | None) -> dict[str, Any]:
     """Return the parameters of a setting's trial; without `pair` those of the loss scale are left out."""
-    found = {dimension.name: getattr(setting, dimension.name) for dimension in OF_THE_SPACE}
+    found = {dimension.name: getattr(setting, dimension.name) for dimension in SPACE_DIMENSIONS}
     if MODES[setting.precision].takes_scaler and pair is not None:
         found["init_scale"], found["growth_interval"] = pair
     return found
 
 
-def _described(setting: Setting) -> dict[str, Any]:
+def _initial_attributes(setting: Setting) -> dict[str, Any]:
     """Return the user attributes that are known when a trial begins."""
     # The name gives only the number of pinned modules, which two sets may share.
     pins = {"pinned_modules": list(setting.pinned_modules)} if setting.pinned_modules else {}
     return {"candidate": str(setting)} | pins
 
 
-def _explained(
+def _result_attributes(
     outcome: Outcome, number: int | None, pair: Pair | None, replay: Replay | None, *, is_own: bool
 ) -> dict[str, Any]:
     """Return the user attributes of a finished trial. `number` is that of its record.

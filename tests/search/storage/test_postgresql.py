@@ -19,9 +19,9 @@ from autotune_amp.core.errors import StudyError
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.explore import exploring
+from autotune_amp.search.stages.explore import exploration_stages
 from autotune_amp.search.storage import study as studies
-from autotune_amp.search.storage.database import connected
+from autotune_amp.search.storage.database import open_storage
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
 
@@ -59,7 +59,7 @@ def measured_alone(setting: Setting) -> Measurement:
 
 def told(url: str, name: str) -> list[FrozenTrial]:
     """What another reader sees of the trials that were run."""
-    with connected(url) as storage:
+    with open_storage(url) as storage:
         trials = optuna.load_study(study_name=name, storage=storage).get_trials(deepcopy=False)
     return [trial for trial in trials if "record" in trial.user_attrs]
 
@@ -81,7 +81,7 @@ class Searching(ScriptedSearch):
     def search(self, owner: str = "") -> str:
         """Explore; returns the study's name in the storage."""
         with Study.open(self.url, self.name, self.ledger, owner=owner, note=self.notes.append) as study:
-            for stage in exploring(study):
+            for stage in exploration_stages(study):
                 self.run(stage)
             self._before(-1)
             study.catch_up(self.ledger, is_over=True)
