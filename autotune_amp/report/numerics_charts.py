@@ -146,7 +146,7 @@ def foretold(found: Calibrated | str) -> Drawn:
     pairs = {"chosen": found.pair} | ({} if found.pair == DEFAULT_PAIR else {"GradScaler's defaults": DEFAULT_PAIR})
     for name, pair in pairs.items():
         is_chosen = name == "chosen"
-        course = found.scales.course(pair, is_bounded=is_chosen)
+        course = found.scales.scale_stretches(pair, is_bounded=is_chosen)
         skipped = [stretch for stretch in course if stretch.skip is not None]
         color, dash = (LOOKS["fp16"].color, "solid") if is_chosen else ("var(--muted)", "dash")
         x, y = [stretch.first_step for stretch in course], [_log2(stretch.scale) for stretch in course]

@@ -74,7 +74,10 @@ def test_what_is_looked_at_again(made: Log, seconds: float, expected: tuple[Sett
 
 def test_not_where_nothing_can_train_for_it() -> None:
     made = log(fidelity("bf16", **FIRST))
-    assert next_trained_weights_check(ledger_of(made.records, replace(WHERE, checks=frozenset({"fidelity"}))), 20.0) is None
+    assert (
+        next_trained_weights_check(ledger_of(made.records, replace(WHERE, checks=frozenset({"fidelity"}))), 20.0)
+        is None
+    )
     assert next_trained_weights_check(ledger_of(made.records, replace(WHERE, weights="bf16")), 20.0) is None
 
 

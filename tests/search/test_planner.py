@@ -41,7 +41,11 @@ def test_nothing_is_kept_back_before_the_precisions_were_compared() -> None:
     planner = search.planner
     assert planner.exploration_seconds(search.ledger) == search.budget.left()
     search.measure(FP32, BF16)
-    assert planner.exploration_seconds(search.ledger) < planner.seconds_before_confirmation(search.ledger) < search.budget.left()
+    assert (
+        planner.exploration_seconds(search.ledger)
+        < planner.seconds_before_confirmation(search.ledger)
+        < search.budget.left()
+    )
 
 
 @pytest.mark.parametrize(("device", "starts_per_round"), [("cuda:0", 1), ("cpu", 2)])

@@ -1,4 +1,4 @@
-"""Stage that measures a fallback plan for each precision that a run may step down to, and the choice of the plans."""
+"""Fallback plans for each precision that a training run may step down to: their measurement and their choice."""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ MAX_FALLBACK_TRIES = 3
 
 
 class Fallbacks:
-    """Stage that measures a plan for each precision with less to go wrong, at the effective batch size of each
-    contender.
+    """Stage that measures a plan for each safer precision, at the effective batch size of each contender.
 
     Both contenders are covered, since the confirmation may reverse their order. On OOM the batch size is halved and the
-    accumulation steps doubled, if accumulation is offered. Settings measured already are not repeated. A precision that
-    a check found harmful is never a fallback.
+    accumulation steps doubled, if accumulation is allowed. Measured settings are not repeated. A precision that a check
+    found unfaithful is never a fallback.
     """
 
     is_exclusive: ClassVar[bool] = False
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
-        """Return the trial of a plan not measured yet, or the accumulation check that it depends on, or None."""
+        """Return the trial of an unmeasured plan, or the accumulation check that it depends on, or None."""
         left = planner.seconds_before_confirmation(ledger)
         if not planner.has_time_for_trial(ledger, left):
             return None
-        chosen = ledger.final_shortlist
-        if chosen is None:
+        shortlist = ledger.final_shortlist
+        if shortlist is None:
             return None
-        contenders = chosen[:2] if is_runner_up_worth(ledger, planner, chosen) else chosen[:1]
+        contenders = shortlist[:2] if is_runner_up_worth(ledger, planner, shortlist) else shortlist[:1]
         for contender in filter(None, contenders):
             for setting in missing_plans(ledger, contender):
                 is_split = setting.accumulation_steps > contender.accumulation_steps
@@ -60,7 +59,9 @@ class Fallbacks:
 
 
 def missing_plans(ledger: Ledger, contender: Setting) -> list[Setting]:
-    """Return, for each precision that `contender` may step down to, the next setting to measure. Pure."""
+    """Return the next setting to measure for each precision that `contender` may step down to and that has no plan.
+    Pure.
+    """
     harmful = {e.precision for e in ranking.exclusions(ledger.fidelity)}
     missing = []
     for precision in MODES[contender.precision].rungs_below:
@@ -79,8 +80,10 @@ def missing_plans(ledger: Ledger, contender: Setting) -> list[Setting]:
 
 
 def _stepped_down(setting: Setting, precision: Precision, factor: int) -> Setting:
-    """Return `setting` in `precision`, with its batch size divided by `factor`, uncompiled and without pinned modules.
-    Its other dimensions, such as loader workers, stay.
+    """Return `setting` in `precision`, uncompiled and without pinned modules.
+
+    Its batch size is divided by `factor`, its accumulation steps multiplied. Other dimensions, such as loader workers,
+    stay.
     """
     batch_size, num_steps = setting.batch_size // factor, setting.accumulation_steps * factor
     split = replace(setting, batch_size=batch_size, accumulation_steps=num_steps)
@@ -89,25 +92,25 @@ def _stepped_down(setting: Setting, precision: Precision, factor: int) -> Settin
 
 
 def _is_compatible(setting: Setting, precision: Precision) -> bool:
-    """Whether the dimensions that stay set up for a whole training run are compatible with `precision`."""
+    """Whether the dimensions of `setting` that a fallback keeps are compatible with `precision`."""
     return not _stepped_down(setting, precision, 1).misfits
 
 
 def fallback_plans(
     records: Sequence[Record], chosen: Setting, harmful: Collection[Precision] = (), *, may_add_steps: bool
 ) -> tuple[FallbackPlan, ...]:
-    """Return, for each precision to step down to, the fastest measured setting of the same effective batch size that
-    never failed.
+    """Return a plan for each precision to step down to: the fastest measured setting that never failed.
 
-    Its batch size divides that of `chosen`, whose batches the run's data loader keeps giving. Unless `may_add_steps`,
-    it has no more accumulation steps than `chosen`. `harmful` precisions are left out, and so are settings with pinned
-    modules, which a plan cannot express. Plans are measured without compiling, which takes too long for a setting that
-    may never run; their slowdown is relative to `chosen` without compiling too, where that was measured.
+    It has the effective batch size of `chosen`, and its batch size divides that of `chosen`, since the run's data
+    loader keeps yielding the same batches. Unless `may_add_steps`, it has no more accumulation steps than `chosen`.
+    `harmful` precisions are left out, and so are settings with pinned modules, which a plan cannot express. Plans are
+    measured without compiling, which takes too long for a setting that may never run; their slowdown is relative to
+    `chosen` without compiling, if that was measured.
     """
     failed, counted = ranking.failures(records), ranking.without_lost_rounds(records)
     measured = _measurements_by_setting(counted)
     speeds = {c: _speed(ours) for c, ours in measured.items()}
-    fitting = [
+    compatible = [
         c
         for c in measured
         if c == _stepped_down(chosen, c.precision, max(1, chosen.batch_size // c.batch_size))
@@ -117,25 +120,30 @@ def fallback_plans(
         and _is_compatible(chosen, c.precision)
         and c not in failed
     ]
-    alike = next(c for c in (in_fallbacks(chosen), chosen) if c in speeds)
-    rivals = [[c for c in fitting if c.precision == precision] for precision in MODES[chosen.precision].rungs_below]
+    reference = next(c for c in (in_fallbacks(chosen), chosen) if c in speeds)
+    settings_by_precision = [
+        [c for c in compatible if c.precision == precision] for precision in MODES[chosen.precision].rungs_below
+    ]
     return tuple(
         FallbackPlan.of(
             best,
             peak_memory_bytes=max(m.peak_memory_bytes for m in measured[best]),
             samples_per_second=speeds[best],
-            slowdown=speeds[alike] / speeds[best],
+            slowdown=speeds[reference] / speeds[best],
         )
-        for best in (max(some, key=lambda c: speeds[c]) for some in rivals if some)
+        for best in (max(settings, key=lambda c: speeds[c]) for settings in settings_by_precision if settings)
     )
 
 
 def _measurements_by_setting(records: Iterable[Record]) -> dict[Setting, list[Measurement]]:
-    found: dict[Setting, list[Measurement]] = {}
+    measurements: dict[Setting, list[Measurement]] = {}
     for record in records:
-        if isinstance(record.outcome, Measurement) and record.purpose not in ("plain", "one_rank"):  # no plan is run so
-            found.setdefault(record.candidate, []).append(record.outcome)
-    return found
+        if isinstance(record.outcome, Measurement) and record.purpose not in (
+            "plain",
+            "one_rank",
+        ):  # measured under other conditions
+            measurements.setdefault(record.candidate, []).append(record.outcome)
+    return measurements
 
 
 def _speed(measurements: Sequence[Measurement]) -> float:

@@ -1,7 +1,7 @@
-"""Ledger to decide by while some jobs still run: each pending job counts as if it had ended as expected. Pure.
+"""Predicted results of running jobs, by which stages decide about the next job on another slot. Pure.
 
-The throughput model's prediction stands in for a measurement, so that the next trial is the most valuable one in
-addition to those that run ("kriging believer": Ginsbourger, Le Riche, Carraro, 2010, Kriging Is Well-Suited to
+The throughput model's prediction takes the place of a measurement, so that the next trial is the most valuable one in
+addition to those that are running ("kriging believer": Ginsbourger, Le Riche, Carraro, 2010, Kriging Is Well-Suited to
 Parallelize Optimization).
 """
 
@@ -21,16 +21,15 @@ from autotune_amp.search.stages.throughput_model import ThroughputModel
 from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
 
-EXPECTED = 0  # the number of a record that is only expected
+EXPECTED = 0  # number of a predicted record; numbers of real ones begin at 1
 
 
 def ledger_with_expected(ledger: Ledger, pending: Sequence[Trial | Check | ProfileJob]) -> Ledger | None:
-    """Return the ledger with the expected results of the `pending` jobs, or None if the next decision has to wait for
-    them.
+    """Return the ledger with the expected results of the `pending` jobs, or None if the next decision needs real ones.
 
-    A precision is expected to be faithful, and a setting to be as fast as the throughput model predicts. While nothing
-    was measured nothing can be expected of a trial. Then every slot gets the same one, the baseline, so that trials
-    measured later beside others have a baseline measured beside others.
+    A precision is expected to be faithful, and a setting to be as fast as the throughput model predicts. Before any
+    measurement nothing can be predicted. Then every slot runs the same trial, the baseline, so that trials that run
+    beside others later are compared with a baseline that did too.
     """
     trials = [job for job in pending if isinstance(job, Trial) and job.purpose in BEFORE_CONFIRMATION]
     checks = [job for job in pending if isinstance(job, Check)]
@@ -39,13 +38,17 @@ def ledger_with_expected(ledger: Ledger, pending: Sequence[Trial | Check | Profi
     if not ledger.measurements:
         return ledger.with_expected([], {}, num_awaited=len(trials))
     if ledger.measurements.keys() == {trial.candidate for trial in trials}:
-        return None  # The same setting still runs on other slots; once it has ended there too, building may be shared.
+        return None  # the same setting still runs on other slots; once it has ended there, building may be shared
     records = [_expected_record(job, _expected_fidelity(job)) for job in checks if job.what == "fidelity"]
     if trials:
         throughputs = {c: [m.samples_per_second for m in ours] for c, ours in ledger.measurements.items()}
         throughput_model = ThroughputModel(throughputs, [trial.candidate for trial in trials])
-        records += [_expected_record(job, _expected_measurement(ledger, job.candidate, throughput_model)) for job in trials]
-    scales = {c.candidate.scaling: MissingCalibration("it is being calibrated") for c in checks if c.what == "calibration"}
+        records += [
+            _expected_record(job, _expected_measurement(ledger, job.candidate, throughput_model)) for job in trials
+        ]
+    scales = {
+        c.candidate.scaling: MissingCalibration("it is being calibrated") for c in checks if c.what == "calibration"
+    }
     return ledger.with_expected(records, scales) if records or scales else ledger
 
 
@@ -68,24 +71,24 @@ def _expected_fidelity(check: Check) -> Fidelity:
 
 
 def _expected_measurement(ledger: Ledger, setting: Setting, throughput_model: ThroughputModel) -> Measurement:
-    """Return the nearest setting's measurement, with times scaled to the throughput that the model predicts."""
+    """Return the most similar setting's measurement, with its times scaled to the predicted throughput."""
 
     def distance(other: Setting) -> tuple[bool, int, float]:
         differing = sum(getattr(other, name) != getattr(setting, name) for name in Setting.__struct_fields__)
         octaves = abs(math.log2(other.batch_size / setting.batch_size))
         return other.precision != setting.precision, differing, octaves
 
-    like = ledger.measurements[min(ledger.measurements, key=distance)][-1]
+    similar = ledger.measurements[min(ledger.measurements, key=distance)][-1]
     speed = throughput_model.throughput(setting)
     step_seconds = setting.effective_batch_size / speed
-    factor = step_seconds / like.step_seconds
-    low, high = like.step_seconds_interval
+    factor = step_seconds / similar.step_seconds
+    low, high = similar.step_seconds_interval
     return replace(
-        like,
+        similar,
         step_seconds=step_seconds,
         step_seconds_interval=(factor * low, factor * high),
         samples_per_second=speed,
-        data_seconds=factor * like.data_seconds,
-        raw_step_seconds=tuple(factor * seconds for seconds in like.raw_step_seconds),
+        data_seconds=factor * similar.data_seconds,
+        raw_step_seconds=tuple(factor * seconds for seconds in similar.raw_step_seconds),
         was_cut=False,
     )

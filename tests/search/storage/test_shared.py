@@ -92,7 +92,9 @@ def test_the_latest_of_a_request_is_kept_and_what_cannot_be_read_is_left_out(url
     set_attribute(url, name, "damaged", {"recommendation": "{"})
     set_attribute(url, name, "somebody-else-s", 3)
     assert len(attributes(url, name)) == 4
-    assert [answer.recommendation.reason for answer in shared.shared_recommendations(url, found.fingerprint)] == [later.reason]
+    assert [answer.recommendation.reason for answer in shared.shared_recommendations(url, found.fingerprint)] == [
+        later.reason
+    ]
 
 
 def test_the_latest_answer_comes_first_whatever_was_kept_first(url: str, found: Recommendation) -> None:
@@ -103,7 +105,11 @@ def test_the_latest_answer_comes_first_whatever_was_kept_first(url: str, found: 
         shared.store_recommendation(url, other)
         ((kind, kept),) = [(kind, kept) for kind, kept in attributes(url, name).items() if kind not in before]
         set_attribute(url, name, kind, {**kept, "time": time})
-    assert [answer.recommendation.reason for answer in shared.shared_recommendations(url, found.fingerprint)] == ["2", "3", "1"]
+    assert [answer.recommendation.reason for answer in shared.shared_recommendations(url, found.fingerprint)] == [
+        "2",
+        "3",
+        "1",
+    ]
 
 
 def asked(url: str, folder: Path, now: Fingerprint, **options: Any) -> tuple[Recommendation | None, Sequence[str]]:
@@ -120,7 +126,9 @@ def asked(url: str, folder: Path, now: Fingerprint, **options: Any) -> tuple[Rec
 def test_an_answer_of_another_host_is_saved_with_its_origin_and_runs_nothing_of_its_writer_s(
     url: str, found: Recommendation, tmp_path: Path
 ) -> None:
-    shared.store_recommendation(url, replace(found, command_template=CommandTemplate.of(["rm", "-rf", "{batch_size=4}"])))
+    shared.store_recommendation(
+        url, replace(found, command_template=CommandTemplate.of(["rm", "-rf", "{batch_size=4}"]))
+    )
     now = fingerprint(device_uuid="=GPU-2")
     answer, notes = asked(url, tmp_path, now)
     assert answer is not None
