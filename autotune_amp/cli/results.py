@@ -37,11 +37,11 @@ def show(
     path = latest(folder, "recommendation.json")
     recommendation = Recommendation.load(path)
     if any(given is not None for given in (objective, steps, samples, price_per_hour)):
-        from autotune_amp.search.answer.decide import ranked_again
+        from autotune_amp.search.answer.decide import rerank_with_options
         from autotune_amp.search.options import SearchOptions
 
         recommendation.options_as(SearchOptions)  # raises if they are damaged
-        recommendation = ranked_again(recommendation, path, objective, steps, samples, price_per_hour)
+        recommendation = rerank_with_options(recommendation, path, objective, steps, samples, price_per_hour)
     return result(recommendation, as_json, path)
 
 

@@ -57,7 +57,7 @@ from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.planner import Budget
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
-from autotune_amp.search.source import OpenedWorkload, Source, failure_message, loaded, open_workload
+from autotune_amp.search.source import OpenedWorkload, Source, failure_message, loaded_backend, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.step_profile.breakdown import (
@@ -290,7 +290,7 @@ def run_profile(
     progress.work_started(None)
     hidden = "steps cannot be profiled from outside"
     instead = "Give a Workload, or search the command: it measures what mixed precision gains."
-    with loaded(origin, watcher, clock.left(), hidden=hidden, next_step=instead) as backend:
+    with loaded_backend(origin, watcher, clock.left(), hidden=hidden, next_step=instead) as backend:
         opened = open_workload(backend, origin, device, watcher)
         progress.found_hardware(opened.hardware)
         asked = _asked(precisions, opened.hardware)

@@ -20,10 +20,10 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that all jobs of one search have in common.
 
     `environment` are the recommended environment variables, and `ready_seconds` the time from starting a process until
-    it has imported the workload. `max_trials` limits the whole search, None for no limit. `like` is the best setting of
-    an earlier search for the same code with other options, or None. `are_trials_fresh`: each trial starts a process of
-    its own, as a command does, and counts as a confirmation. `loads_together`: the processes of the confirmation rounds
-    load at the same time.
+    it has imported the workload. `max_trials` limits the whole search, None for no limit. `similar_best` is the best
+    setting of an earlier search for the same code with other options, or None. `are_trials_fresh`: each trial starts a
+    process of its own, as a command does, and counts as a confirmation. `loads_together`: the processes of the
+    confirmation rounds load at the same time.
     """
 
     hardware: Hardware
@@ -34,7 +34,7 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     ready_seconds: float = 0.0
     max_trials: int | None = None
-    like: Setting | None = None
+    similar_best: Setting | None = None
     are_trials_fresh: bool = False
     loads_together: bool = False
 
@@ -63,7 +63,7 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
         return max(1, self.hardware.identity.num_cpus // self.description.num_ranks)
 
     @property
-    def may_add_workers(self) -> bool:
+    def has_cpus_for_more_workers(self) -> bool:
         """Whether the user's data loader has fewer worker processes than each rank has CPUs."""
         num_workers = self.description.num_workers
         return num_workers is not None and num_workers < self.num_cpus

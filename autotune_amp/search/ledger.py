@@ -125,7 +125,7 @@ class Ledger:
         return self.accumulation is not None and self.accumulation.verdict == "sum"
 
     @property
-    def may_add_accumulation(self) -> bool:
+    def is_accumulation_allowed(self) -> bool:
         """Whether settings may accumulate more than the baseline: it is not withheld, and the check found it exact."""
         accumulation = self.accumulation
         return self.space.accumulation_withheld is None and accumulation is not None and accumulation.is_exact
@@ -212,7 +212,7 @@ class Ledger:
         The unit is samples that reach the optimizer per second or, for the objective energy, per joule. With
         `without_waiting` the time that a step waited for data is subtracted.
         """
-        leading = {c: measurements for c, measurements in self.measurements.items() if self.may_lead(c)}
+        leading = {c: measurements for c, measurements in self.measurements.items() if self.is_recommendable(c)}
         has_joules = all(m.joules_per_sample for measurements in leading.values() for m in measurements)
 
         def throughput(measurement: Measurement) -> float:
@@ -377,7 +377,7 @@ class Ledger:
     def _numerical_reason_against(self, setting: Setting) -> str | None:
         return ranking.unfaithful_reason(self.fidelity, setting) or loss_scales.refusal(self.scales, setting)
 
-    def may_lead(self, setting: Setting) -> bool:
+    def is_recommendable(self, setting: Setting) -> bool:
         """Whether a measured setting may be recommended, now or after another trial.
 
         A compiled setting may only have seemed to gain nothing because one process was slow.

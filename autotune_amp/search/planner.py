@@ -189,7 +189,7 @@ class Planner:
 
     def compile_seconds(self, ledger: Ledger) -> float:
         """Return the seconds of a compilation: the longest so far, else a multiple of a process start."""
-        measurements = [m for c, ours in ledger.actual.measurements.items() if c.is_compiled for m in ours]
+        measurements = [m for c, outcomes in ledger.actual.measurements.items() if c.is_compiled for m in outcomes]
         min_seconds = max(dimension.extra_seconds for dimension in DIMENSIONS)
         predicted_seconds = max(min_seconds, COMPILE_STARTS * self.job_defaults.start_seconds)
         return max((m.first_step_seconds for m in measurements), default=predicted_seconds)
@@ -205,10 +205,10 @@ class Planner:
 
     def num_rounds(self, ledger: Ledger) -> int:
         """Return the number of confirmation rounds that fitted in the time at the first call: `MIN_ROUNDS`, 1 or 0."""
-        left = self.budget.left()
+        left_seconds = self.budget.left()
         if self._num_rounds is None and ledger.actual.shortlist is not None:
             shares = (MIN_ROUNDS, 1.0), (1, 0.5)
-            affordable = (n for n, share in shares if self._rounds_seconds(ledger, n) <= share * left)
+            affordable = (n for n, share in shares if self._rounds_seconds(ledger, n) <= share * left_seconds)
             self._num_rounds = next(affordable, 0)
         num_rounds, shortlist = self._num_rounds or 0, ledger.actual.shortlist
         return min(num_rounds, 1) if shortlist is not None and shortlist.winner == shortlist.baseline else num_rounds

@@ -218,13 +218,13 @@ def fidelity_verdicts(records: Sequence[Record]) -> dict[Setting, Fidelity]:
         (check_key(r.candidate), r.outcome if isinstance(r.outcome, Fidelity) else _fidelity_of_failed_check(r))
         for r in without_first_crashes(r for r in records if r.purpose == "fidelity")
     ]
-    found: dict[Setting, Fidelity] = {}
-    for key, ours in sorted(verdicts, key=lambda verdict: verdict[1].num_steps_before > 0):
-        if ours.num_steps_before and ours.verdict != "unfaithful":
-            later = Later(num_steps=ours.num_steps_before, verdict=ours.verdict, reason=ours.reason)
-            ours = replace(found[key], later=later)
-        found[key] = ours
-    return found
+    verdict_by_key: dict[Setting, Fidelity] = {}
+    for key, fidelity in sorted(verdicts, key=lambda verdict: verdict[1].num_steps_before > 0):
+        if fidelity.num_steps_before and fidelity.verdict != "unfaithful":
+            later = Later(num_steps=fidelity.num_steps_before, verdict=fidelity.verdict, reason=fidelity.reason)
+            fidelity = replace(verdict_by_key[key], later=later)
+        verdict_by_key[key] = fidelity
+    return verdict_by_key
 
 
 def accumulation_result(records: Sequence[Record]) -> Accumulation | None:
@@ -375,14 +375,14 @@ def rank_for(
     per second come after the others of their tier; for energy, those without joules do. Both are then ranked by speed.
     """
 
-    def winner(left: Sequence[Setting]) -> Setting:
-        speeds = {c: merits[c].samples_per_second for c in left}
+    def winner(candidates: Sequence[Setting]) -> Setting:
+        speeds = {c: merits[c].samples_per_second for c in candidates}
         if objective == "memory":
-            peaks = {c: merits[c].peak_memory_bytes for c in left if speeds[c] >= least_speed}
+            peaks = {c: merits[c].peak_memory_bytes for c in candidates if speeds[c] >= least_speed}
             speeds = {
                 c: speeds[c] for c, peak in peaks.items() if SAME_MEMORY_SHARE * peak <= min(peaks.values())
             } or speeds
-        joules = {c: j for c in left if (j := merits[c].joules_per_sample) is not None}
+        joules = {c: j for c in candidates if (j := merits[c].joules_per_sample) is not None}
         if objective == "energy" and joules:
             equals = [c for c, energy in joules.items() if (1 - PLATEAU) * energy <= min(joules.values())]
         else:
@@ -394,10 +394,10 @@ def rank_for(
     for candidate in merits:
         groups.setdefault((max(UNDECIDED_TIER, tier_of.get(candidate, 0)), candidate.as_found), []).append(candidate)
     ranking: list[Setting] = []
-    for _, left in sorted(groups.items(), key=lambda item: item[0]):
-        while left:
-            ranking.append(winner(left))
-            left.remove(ranking[-1])
+    for _, candidates in sorted(groups.items(), key=lambda item: item[0]):
+        while candidates:
+            ranking.append(winner(candidates))
+            candidates.remove(ranking[-1])
     return ranking
 
 

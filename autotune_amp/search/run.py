@@ -152,7 +152,7 @@ class Runner:
         return self._backend.slots
 
     @property
-    def free(self) -> list[Slot]:
+    def free_slots(self) -> list[Slot]:
         """Return the slots without a running job."""
         busy_slots = [running.slot.name for running in self._running]
         return [slot for slot in self.slots if slot.name not in busy_slots]
@@ -214,7 +214,7 @@ class Runner:
         return record
 
 
-def run(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
+def run_stages(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
     """Run the jobs of the stages in order, and yield every record once it is in the ledger.
 
     On several slots, stages decide as if the running jobs had ended as expected. If a stage has no job while others
@@ -223,9 +223,10 @@ def run(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
     stages_left = list(stages)
     while stages_left or runner.pending:
         while (
-            runner.free and (job := runner.lost.pop(0) if runner.lost else _next_job(stages_left, runner)) is not None
+            runner.free_slots
+            and (job := runner.lost.pop(0) if runner.lost else _next_job(stages_left, runner)) is not None
         ):
-            runner.start(job, runner.free[0])
+            runner.start(job, runner.free_slots[0])
         if runner.pending:
             record = runner.finish()
             if record is not None:

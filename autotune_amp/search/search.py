@@ -38,7 +38,7 @@ from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
 from autotune_amp.search.planner import MIN_ROUNDS, Budget, Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run
+from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run_stages
 from autotune_amp.search.source import OpenedWorkload, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.stages.checks import Checks, LossScales, TrainedWeightsChecks
@@ -63,20 +63,20 @@ def search_anew(
     settings: dict[str, Any],
     cached: Recommendation | None,
     fingerprint: Fingerprint | None,
-    answer_for: Callable[[Fingerprint], Recommendation | None],
+    saved_recommendation_for: Callable[[Fingerprint], Recommendation | None],
     *,
     is_fresh: bool,
 ) -> Recommendation:
     """Run a search in `folder` and return its recommendation.
 
     `fingerprint` is None if only a child process that imported the workload can compute it. `cached` is the folder's
-    saved recommendation. `answer_for` returns a saved recommendation for a fingerprint, or None; unless `is_fresh`, it
-    is returned without searching.
+    saved recommendation. `saved_recommendation_for` returns a saved recommendation for a fingerprint, or None; unless
+    `is_fresh`, it is returned without searching.
     """
     search = _Search(source, options, progress, folder)
     try:
         with folder, search.devices:
-            recommendation = None if fingerprint is None or is_fresh else answer_for(fingerprint)
+            recommendation = None if fingerprint is None or is_fresh else saved_recommendation_for(fingerprint)
             if recommendation is not None:
                 return recommendation
             is_budget_set = options.budget_seconds != DEFAULT_BUDGET_SECONDS
@@ -87,7 +87,7 @@ def search_anew(
                 state = source.torch_state(backend.load(search.budget.left()))
                 if fingerprint is None:
                     fingerprint = source.fingerprint_by_child(settings, search.devices.identity(), backend, state)
-                    recommendation = None if is_fresh else answer_for(fingerprint)
+                    recommendation = None if is_fresh else saved_recommendation_for(fingerprint)
                     if recommendation is not None:
                         return recommendation
                 if cached is not None and not is_fresh and not cached.search.was_interrupted:
@@ -150,8 +150,8 @@ class _Search:
         """
         opened, load_before = self._open(backend)
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
-        like = self._shared_setting(fingerprint) if uses_shared_setting and not ledger.records else None
-        planner = Planner(self._job_defaults(opened, backend, like), self.budget)
+        similar_best = self._shared_setting(fingerprint) if uses_shared_setting and not ledger.records else None
+        planner = Planner(self._job_defaults(opened, backend, similar_best), self.budget)
         interruption = self._run_stages(backend, ledger, planner)
         if ledger.final_shortlist is None:
             raise self._error_without_choice(ledger, interruption)
@@ -205,7 +205,7 @@ class _Search:
             if untried_seed(ledger, planner.job_defaults) is not None:
                 self._progress.note(planner.forecast(ledger, may_fork="share_build" in backend.abilities))
             share_building(backend, planner, ledger, self._progress)
-            for _ in run(search_stages(study), runner):
+            for _ in run_stages(search_stages(study), runner):
                 if not runner.pending:
                     share_building(backend, planner, ledger, self._progress)
             max_trials, is_open = (
@@ -235,7 +235,7 @@ class _Search:
         self.budget.num_slots = 1  # one run at a time
         with closing(processes) as backend:
             stages = confirmation_stages(shortlist, job_defaults.environment, self._options)
-            for _ in run(stages, Runner(backend, ledger, planner, self._watchers)):
+            for _ in run_stages(stages, Runner(backend, ledger, planner, self._watchers)):
                 pass
 
     def _load_warnings(self, load: MachineLoad) -> Sequence[str]:
@@ -310,7 +310,7 @@ class _Search:
         )
         return setting
 
-    def _job_defaults(self, opened: OpenedWorkload, backend: Backend, like: Setting | None) -> JobDefaults:
+    def _job_defaults(self, opened: OpenedWorkload, backend: Backend, similar_best: Setting | None) -> JobDefaults:
         hardware, description = opened.hardware, opened.description
         return JobDefaults(
             hardware=hardware,
@@ -325,7 +325,7 @@ class _Search:
             max_trials=self._options.max_trials,
             are_trials_fresh=self._source.command_template is not None,
             loads_together="load_together" in backend.abilities,
-            like=like,
+            similar_best=similar_best,
         )
 
     def _summary(
@@ -376,13 +376,13 @@ class _Search:
         return ledger
 
     def _error_without_choice(self, ledger: Ledger, interruption: str | None) -> AutotuneAmpError:
-        excluded = explain.excluded(ledger, is_budget_spent=True)
+        excluded = explain.excluded_candidates(ledger, is_budget_spent=True)
         if interruption is not None:
             return SearchInterruptedError(
                 f"{interruption} before anything was measured.", "Run the same search again.", excluded, None
             )
         step_seconds = self._watchers.last_step_seconds
-        return explain.nothing_works(ledger, excluded, step_seconds is not None) or self.budget.too_small_error(
+        return explain.nothing_works_error(ledger, excluded, step_seconds is not None) or self.budget.too_small_error(
             step_seconds
         )
 

@@ -179,7 +179,7 @@ def target(name: str) -> Source:
     return Source(name)
 
 
-def live(workload: Any) -> Source:
+def live_source(workload: Any) -> Source:
     """Return the source for a Workload of the calling process, or for a function that returns one."""
     from autotune_amp.core.workload import check_source
 
@@ -230,7 +230,7 @@ class OpenedWorkload(NamedTuple):
 
 
 @contextmanager
-def loaded(
+def loaded_backend(
     source: Source, watcher: ProgressWatcher, seconds: float, *, hidden: str, next_step: str
 ) -> Iterator[WorkloadBackend]:
     """Load the workload within `seconds` and yield its backend, to profile or record a training step.
@@ -274,8 +274,10 @@ def open_workload(
     ready_seconds = budget.elapsed() if opened.ready_seconds is None else opened.ready_seconds
     state = source.torch_state(opened.torch_state)
     watcher.phase("probing the device")
-    left = max(0.0, budget.left())
-    hardware = run_job(Probe(device=device, torch_state=state, deadline_seconds=left, loading_seconds=left))
+    left_seconds = max(0.0, budget.left())
+    hardware = run_job(
+        Probe(device=device, torch_state=state, deadline_seconds=left_seconds, loading_seconds=left_seconds)
+    )
     if isinstance(hardware, Failure):
         raise NothingWorksError(
             f"The probe failed: {hardware.message.rstrip('.')}.",

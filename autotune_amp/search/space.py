@@ -97,8 +97,8 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         reason = f"the dataset has only {description.num_samples} samples; this and all larger batch sizes are left out"
         excluded += [Exclusion(precision=p, batch_size=too_large, reason=reason) for p in precisions.values]
     if description.weights != "fp32":
-        kept = "low precision" if description.weights == "frozen_low" else description.weights
-        notes.append(f"Weights are kept in {kept}: the rows called fp32 compute with them as they are.")
+        weights_text = "low precision" if description.weights == "frozen_low" else description.weights
+        notes.append(f"Weights are kept in {weights_text}: the rows called fp32 compute with them as they are.")
     space = Space(
         candidates=tuple(
             Setting(precision=p, batch_size=b, accumulation_steps=effective // b if effective else fixed or 1)
@@ -114,8 +114,8 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         has_tf32=hardware.has_tf32,
         weighs_passes=description.weighs_passes,
         keeps_effective_batch_size=description.keeps_effective_batch_size,
-        variants={name: found.values for name, found in variants.items()},
-        variants_left_out={name: dict(found.left_out) for name, found in variants.items()},
+        variants={name: choices.values for name, choices in variants.items()},
+        variants_left_out={name: dict(choices.left_out) for name, choices in variants.items()},
         are_variants_named=options.variants is not None,
         checks=frozenset(description.checks),
         check_batch_size=description.check_batch_size,
@@ -128,7 +128,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
     return msgspec.structs.replace(space, accumulation_withheld=reason)
 
 
-def without(candidates: Iterable[Setting], exclusions: Collection[Exclusion]) -> tuple[Setting, ...]:
+def without_excluded(candidates: Iterable[Setting], exclusions: Collection[Exclusion]) -> tuple[Setting, ...]:
     """Return the candidates without the excluded ones. An exclusion without a batch size holds for its precision."""
     named = {(exclusion.precision, exclusion.batch_size) for exclusion in exclusions}
     return tuple(c for c in candidates if (c.precision, c.batch_size) not in named and (c.precision, None) not in named)
@@ -152,8 +152,8 @@ def _exclusions_of_slow_precisions(measured: Mapping[Setting, Measurement]) -> l
             setting.batch_size == rival_setting.batch_size
             and speeds[rival_setting] > HOPELESS_SLOWDOWN * speeds[setting]
         ):
-            found = speeds[rival_setting] / speeds[setting], setting.batch_size, rival_setting.precision
-            worst[setting.precision] = max(found, worst.get(setting.precision, found))
+            slowdown = speeds[rival_setting] / speeds[setting], setting.batch_size, rival_setting.precision
+            worst[setting.precision] = max(slowdown, worst.get(setting.precision, slowdown))
     return [
         Exclusion(precision=p, batch_size=None, reason=f"{p} is {ratio:.0f} times slower than {rival} at batch {size}")
         for p, (ratio, size, rival) in worst.items()
@@ -221,12 +221,12 @@ def _baseline(
             f"Set yours with --baseline PRECISION:BATCH."
         )
 
-    def use(other: int, why: str) -> int:
+    def replace_batch_size(other: int, why: str) -> int:
         notes.append(f"The baseline's batch size is {other} instead of {size}: {why}.")
         return other
 
     if description.num_samples is not None and size > description.num_samples:
-        size = use(max(1, description.num_samples), "the dataset has no more samples")
+        size = replace_batch_size(max(1, description.num_samples), "the dataset has no more samples")
     baseline_total = size * description.accumulation_steps
     if description.keeps_effective_batch_size:
         baseline_total = description.today.effective_batch_size
@@ -241,11 +241,11 @@ def _baseline(
         effective = None if free else int(options.effective_batch_size) // num_ranks
     fixed = description.accumulation_steps if "accumulation_steps" in description.unsettable else None
     if effective is not None and fixed and effective != baseline_total and effective % fixed == 0:
-        size = use(effective // fixed, description.unsettable["accumulation_steps"])
+        size = replace_batch_size(effective // fixed, description.unsettable["accumulation_steps"])
     elif effective is not None and effective % size:
         whole = of_all_ranks(effective, num_ranks)
         divisor = max(d for d in divisors(effective) if d <= size)
-        size = use(divisor, f"{size} does not divide the effective batch size {whole}")
+        size = replace_batch_size(divisor, f"{size} does not divide the effective batch size {whole}")
     if description.is_ranked and effective is not None and options.effective_batch_size is None:
         notes.append(
             f"The effective batch size is {of_all_ranks(effective, num_ranks)}: each rank has that of one process "

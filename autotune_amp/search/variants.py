@@ -32,11 +32,11 @@ def dimensions_by_worth(ledger: Ledger) -> list[Dimension[Any]]:
     """Return the dimensions in the order to try: by their largest possible gain per second of a trial."""
     gains = _max_speedups(ledger)
 
-    def worth(dimension: Dimension[Any]) -> float:
+    def gain_per_second(dimension: Dimension[Any]) -> float:
         gain = min(gains.get(name, 1.0) for name in (dimension.name, *dimension.sets_also))
         return math.log(gain) / _least_seconds(ledger, dimension)
 
-    return sorted(TRIED_ON_LEADER, key=worth, reverse=True)
+    return sorted(TRIED_ON_LEADER, key=gain_per_second, reverse=True)
 
 
 def _least_seconds(ledger: Ledger, dimension: Dimension[Any]) -> float:
@@ -187,10 +187,10 @@ def _combined_values(ledger: Ledger, leader: Setting) -> Iterator[Setting]:
     On several devices values are tried at the same time, each by itself.
     """
     for dimension in dimensions_by_worth(ledger):
-        own = getattr(leader, dimension.name)
+        leader_value = getattr(leader, dimension.name)
         for value in ledger.space.variants.get(dimension.name, ()):
             setting = _at_larger_batch_if_memory_freed(ledger, dimension.on(leader, value))
-            if not setting.misfits and _is_faster(ledger, dimension, value, own):
+            if not setting.misfits and _is_faster(ledger, dimension, value, leader_value):
                 yield setting
 
 
@@ -239,7 +239,7 @@ def _trials_of(ledger: Ledger, dimension: Dimension[Any], value: Any) -> list[Re
 # -- rows of the report ------------------------------------------------------------------------------------------------
 
 
-def rows(ledger: Ledger, chosen: Setting, *, is_budget_spent: bool) -> tuple[VariantRow, ...]:
+def variant_rows(ledger: Ledger, chosen: Setting, *, is_budget_spent: bool) -> tuple[VariantRow, ...]:
     """Return a row for each value of each further dimension: its gain, or the reason that it was not tried."""
     table = []
     for dimension in dimensions_by_worth(ledger):

@@ -37,7 +37,7 @@ from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.loss_scales import AllScales
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run
+from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run_stages
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks, LossScales
 from autotune_amp.search.stages.confirm import Confirm
@@ -286,7 +286,7 @@ class ScriptedSearch:
         self.storage: str | Path = "sqlite://" if folder is None else folder / "study.db"
 
     def run(self, stage: Stage, backend: Any = None) -> None:
-        for _ in run([stage], self.runner(backend)):
+        for _ in run_stages([stage], self.runner(backend)):
             pass
 
     @property
@@ -307,7 +307,7 @@ class ScriptedSearch:
             stages: list[Stage] = [*exploration_stages(study), Checks(), LossScales(study)]
             if not is_checked:
                 stages = [stage for stage in stages if not isinstance(stage, (Checks, LossScales))]
-            for _ in run(stages, self.runner()):
+            for _ in run_stages(stages, self.runner()):
                 self.share_building()
 
     def share_building(self) -> None:

@@ -16,7 +16,7 @@ from autotune_amp.core.config import LossScale
 from autotune_amp.core.outcome import Failure, FailureKind
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.explain import nothing_works
+from autotune_amp.search.answer.explain import nothing_works_error
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, calibration_results
 from autotune_amp.search.ranking import check_key, fidelity_verdicts
 from autotune_amp.search.space import Space
@@ -151,7 +151,7 @@ def test_where_all_that_ran_is_ruled_out_the_reasons_are_said_and_no_harm_is_all
     made = Log().add(FP16, 200.0).add(FP16, Failure(kind="unsupported", message="no LSTM"), "calibration")
     made.add(at("fp16", 128), Failure(kind="oom", message="it took too much"))
     assert shortlist(made.records, FP32) is None
-    error = nothing_works(ledger_of(made.records, WHERE), (), has_stepped=False)
+    error = nothing_works_error(ledger_of(made.records, WHERE), (), has_stepped=False)
     assert "unsupported: no LSTM" in str(error)
     assert "oom" not in str(error)
 

@@ -332,7 +332,7 @@ def test_fallbacks_are_what_was_measured_to_fit_at_the_same_effective_batch() ->
 def test_a_plan_of_a_compiled_config_is_measured_without_compiling_and_held_against_such_steps() -> None:
     compiled = at("bf16", 64, compile="default")
     log = Log().add(at("fp32", 64), 50.0).add(at("bf16", 64), 200.0).add(compiled, 400.0)
-    (plan,) = fallback_plans(log.records, compiled, may_add_steps=False)
+    (plan,) = fallback_plans(log.records, compiled, is_splitting_allowed=False)
     assert (plan.precision, plan.compile, plan.samples_per_second, plan.slowdown) == ("fp32", "off", 50.0, 4.0)
 
 

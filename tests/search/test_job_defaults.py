@@ -30,7 +30,7 @@ SIZES = SampleSizes(
 ALL_SEEN = SampleSizes(
     num_seen=10_000, num_samples=10_000, smallest_size=4, median_size=120, largest_size=512, largest=(7,)
 )
-ALL = "the 1 largest of 10,000 samples looked at, of 10,000: 4 to 512 numbers each, median 120"
+ALL = "the 1 largest of 10,000 samples examined, of 10,000: 4 to 512 numbers each, median 120"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ ALL = "the 1 largest of 10,000 samples looked at, of 10,000: 4 to 512 numbers ea
         ({}, None, None),
         (
             {"sample_sizes": SIZES},
-            "the 64 largest of 3,120 samples looked at, of 10,000: 4 to 512 numbers each, median 120",
+            "the 64 largest of 3,120 samples examined, of 10,000: 4 to 512 numbers each, median 120",
             "the largest of 3,120 among 10,000 samples",
         ),
         ({"sample_sizes": ALL_SEEN}, ALL, None),

@@ -73,7 +73,7 @@ def test_a_better_pair_that_was_asked_for_is_chosen() -> None:
 def test_fp16_is_refused_with_the_number_where_too_much_flushes_at_every_safe_scale() -> None:
     known = scales(log2_scale=4.2, histogram={-40: 400, -6: 600})
     assert known.refusal is not None
-    assert "40.0 % of the gradient's entries are flushed to zero at a loss scale of 8" in known.refusal
+    assert "40.0 % of the gradient's entries underflow to zero at a loss scale of 8" in known.refusal
     assert "2^4.2" in known.refusal
     answers = calibration_results([recorded(calibration(4.2, {-40: 400, -6: 600}))])
     assert loss_scales.refusal(answers, FP16) == known.refusal
@@ -85,7 +85,7 @@ def test_fp16_is_refused_with_the_number_where_too_much_flushes_at_every_safe_sc
 def test_fp16_is_refused_where_activations_come_near_its_end(forward_max: float, is_refused: bool) -> None:
     found = msgspec.structs.replace(calibration(batch_size=512), forward_max=forward_max)
     refusal = Scales(found, 100).refusal
-    said = f"activations reach {forward_max:.0f} at batch 512, where fp16 ends at 65504"
+    said = f"activations reach {forward_max:.0f} at batch 512, and fp16 overflows above 65504"
     assert refusal == (said if is_refused else None)
 
 

@@ -14,7 +14,7 @@ from autotune_amp.search.options import is_count
 from autotune_amp.search.planner import Budget
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
-from autotune_amp.search.source import Source, failure_message, loaded
+from autotune_amp.search.source import Source, failure_message, loaded_backend
 
 DEADLINE_SECONDS = 600.0
 
@@ -35,7 +35,7 @@ def run_workload_check(
     progress.work_started(None)
     hidden = "steps cannot be recorded from outside"
     instead = "Give a Workload, or search the command: its trials show what breaks."
-    with loaded(source, watcher, DEADLINE_SECONDS, hidden=hidden, next_step=instead) as backend:
+    with loaded_backend(source, watcher, DEADLINE_SECONDS, hidden=hidden, next_step=instead) as backend:
         opened = backend.open("cpu", source.num_threads(), DEADLINE_SECONDS)
         watcher.phase(f"recording one fp32 step for {autocast_device}")
         job = WorkloadCheckJob(

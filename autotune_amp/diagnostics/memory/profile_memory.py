@@ -34,7 +34,7 @@ from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.planner import Budget
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
-from autotune_amp.search.source import OpenedWorkload, Source, failure_message, loaded, open_workload
+from autotune_amp.search.source import OpenedWorkload, Source, failure_message, loaded_backend, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE
 from autotune_amp.trial.jobs import Trial
 
@@ -66,7 +66,7 @@ def run_memory_profile(
     progress.work_started(None)
     hidden = "tensors cannot be seen from outside"
     instead = "Give a Workload, or search the command: it measures the peak of each precision and batch size."
-    with loaded(source, watcher, clock.left(), hidden=hidden, next_step=instead) as backend:
+    with loaded_backend(source, watcher, clock.left(), hidden=hidden, next_step=instead) as backend:
         opened = open_workload(backend, source, device, watcher, baseline_batch_size=batch_size or ASSUMED_BATCH_SIZE)
         progress.found_hardware(opened.hardware)
         asked = precisions or ("fp32", *MIXED_PRECISIONS)

@@ -107,20 +107,20 @@ def decide(
     )
     is_kept = candidate is None
     chosen_environment = {} if is_kept else dict(environment)
-    chosen = baseline if candidate is None else best_runs(records, candidate, chosen_environment)
+    chosen_runs = baseline if candidate is None else best_runs(records, candidate, chosen_environment)
     evidence = gather_evidence(
-        ledger, chosen, baseline if is_kept else compared_baseline, chosen_environment, description
+        ledger, chosen_runs, baseline if is_kept else compared_baseline, chosen_environment, description
     )
     harmful = {e.precision for e in ranking.exclusions(ledger.fidelity)}
-    plans = fallback_plans(records, chosen.candidate, harmful, may_add_steps=ledger.may_add_accumulation)
-    loss_scale = ledger.loss_scale(chosen.candidate)
-    config = AmpConfig.of(chosen.candidate, loss_scale=loss_scale, environment=chosen_environment, fallback=plans)
+    plans = fallback_plans(records, chosen_runs.candidate, harmful, is_splitting_allowed=ledger.is_accumulation_allowed)
+    loss_scale = ledger.loss_scale(chosen_runs.candidate)
+    config = AmpConfig.of(chosen_runs.candidate, loss_scale=loss_scale, environment=chosen_environment, fallback=plans)
     is_budget_spent = search is not None and search.is_budget_spent
-    excluded = explain.excluded(ledger, is_budget_spent=is_budget_spent)
-    why_uncalibrated = loss_scales.why_uncalibrated(ledger.scales, chosen.candidate)
+    excluded = explain.excluded_candidates(ledger, is_budget_spent=is_budget_spent)
+    why_uncalibrated = loss_scales.why_uncalibrated(ledger.scales, chosen_runs.candidate)
     unsure = next(((c, *gains[c]) for c in improvements), None) if is_kept else None
     warnings, notes = explain.warnings_and_notes(
-        ledger, chosen, evidence, config, why_uncalibrated, description, search
+        ledger, chosen_runs, evidence, config, why_uncalibrated, description, search
     )
     if search is not None:
         warnings, notes = [*warnings, *search.warnings], [*notes, *search.files, *search.notes]
@@ -129,13 +129,13 @@ def decide(
         config=config,
         evidence=evidence,
         reason=explain.reason(
-            ledger, chosen.candidate, evidence, contenders, baseline_merit, unsure, search, is_kept=is_kept
+            ledger, chosen_runs.candidate, evidence, contenders, baseline_merit, unsure, search, is_kept=is_kept
         ),
         warnings=tuple(warnings[:MAX_WARNINGS]),
         excluded=excluded,
-        candidates=explain.rows(ledger, excluded, environment),
+        candidates=explain.candidate_rows(ledger, excluded, environment),
         fidelity=tuple(ledger.fidelity.values()),
-        variants=variants.rows(ledger, Setting.of(config), is_budget_spent=is_budget_spent),
+        variants=variants.variant_rows(ledger, Setting.of(config), is_budget_spent=is_budget_spent),
         outlook=_outlook(ledger, evidence),
         notes=tuple(dict.fromkeys((*warnings[MAX_WARNINGS:], *notes))),
     )
@@ -179,13 +179,13 @@ def _before_confirmation(records: Iterable[Record]) -> list[Record]:
 
 def gather_evidence(
     ledger: Ledger,
-    chosen: SettingRuns,
+    chosen_runs: SettingRuns,
     baseline: SettingRuns,
     environment: Mapping[str, str],
     description: Description | None = None,
 ) -> Evidence:
-    """Return the evidence for `chosen`, measured in `environment`, against `baseline`, in the user's own."""
-    records, candidate = ranking.without_lost_rounds(ledger.records), chosen.candidate
+    """Return the evidence for `chosen_runs`, measured in `environment`, against `baseline`, in the user's own."""
+    records, candidate = ranking.without_lost_rounds(ledger.records), chosen_runs.candidate
     confirming = [
         r.outcome
         for r in records
@@ -193,38 +193,38 @@ def gather_evidence(
         and (r.purpose, r.candidate, r.environment) == ("confirm", candidate, environment)
         and r.loss_scale in (None, ledger.loss_scale(candidate))
     ]
-    speedup_ratio, ratio_interval = speedup(chosen, baseline, records)
-    processes = [runs.num_confirming for runs in (chosen, baseline) if runs.measurements]
-    low, high = _prediction_interval(chosen, records)
-    search_speed = _drifted_search_speed(chosen, records)
-    are_shared = chosen.num_confirming > 0 and ranking.were_processes_shared(records)
+    speedup_ratio, ratio_interval = speedup(chosen_runs, baseline, records)
+    processes = [runs.num_confirming for runs in (chosen_runs, baseline) if runs.measurements]
+    low, high = _prediction_interval(chosen_runs, records)
+    search_speed = _drifted_search_speed(chosen_runs, records)
+    are_shared = chosen_runs.num_confirming > 0 and ranking.were_processes_shared(records)
     return Evidence(
-        samples_per_second=chosen.speed,
+        samples_per_second=chosen_runs.speed,
         samples_per_second_interval=(low, high)
         if search_speed is None
         else (min(low, search_speed), max(high, search_speed)),
         search_samples_per_second=search_speed,
-        step_seconds=median(m.step_seconds for m in chosen.measurements),
-        peak_memory_bytes=max(m.peak_memory_bytes for m in chosen.measurements),
+        step_seconds=median(m.step_seconds for m in chosen_runs.measurements),
+        peak_memory_bytes=max(m.peak_memory_bytes for m in chosen_runs.measurements),
         baseline=_baseline_evidence(baseline, records),
         speedup=speedup_ratio,
         speedup_interval=ratio_interval,
-        num_processes=len(chosen.measurements),
+        num_processes=len(chosen_runs.measurements),
         is_confirmed=min(processes) >= MIN_PROCESSES,
-        data_share=median(map(data_share, chosen.measurements)),
-        update_share=_median(m.update_seconds and m.update_seconds / m.step_seconds for m in chosen.measurements),
+        data_share=median(map(data_share, chosen_runs.measurements)),
+        update_share=_median(m.update_seconds and m.update_seconds / m.step_seconds for m in chosen_runs.measurements),
         plain_environment=_plain_environment(records, candidate, baseline) if environment else None,
         fidelity=ledger.verdict(candidate),
         loss_scale=loss_scales.evidence(ledger.scales, candidate, confirming),
-        is_build_shared=not are_shared and any(m.is_build_shared for m in chosen.measurements),
+        is_build_shared=not are_shared and any(m.is_build_shared for m in chosen_runs.measurements),
         are_processes_shared=are_shared,
-        joules_per_sample=ranking.joules_per_sample(chosen.measurements),
-        loader=loader_evidence(records, chosen, description),
-        memory=memory_evidence(chosen, description),
-        evaluation_seconds=_median(m.evaluation_seconds for m in chosen.measurements),
-        checkpoint_seconds=_median(m.checkpoint_seconds for m in chosen.measurements),
+        joules_per_sample=ranking.joules_per_sample(chosen_runs.measurements),
+        loader=loader_evidence(records, chosen_runs, description),
+        memory=memory_evidence(chosen_runs, description),
+        evaluation_seconds=_median(m.evaluation_seconds for m in chosen_runs.measurements),
+        checkpoint_seconds=_median(m.checkpoint_seconds for m in chosen_runs.measurements),
         accumulation=ledger.accumulation,
-        load=machine_load.evidence(chosen.loads),
+        load=machine_load.evidence(chosen_runs.loads),
         devices=_devices(ledger.records),
         ranks=_ranks_evidence(records, description),
     )
@@ -314,14 +314,14 @@ def _plain_environment(records: Sequence[Record], candidate: Setting, baseline: 
 
 
 def loader_evidence(
-    records: Sequence[Record], chosen: SettingRuns, description: Description | None = None
+    records: Sequence[Record], runs: SettingRuns, description: Description | None = None
 ) -> LoaderEvidence | None:
     """Return the evidence on the data loader if, with the user's own workers, it limits the speed; else None."""
-    with_own_workers = chosen.candidate.with_own_workers
+    with_own_workers = runs.candidate.with_own_workers
     searched = [(r.candidate, r.outcome) for r in records if r.purpose == "search"]
     outcomes = (
-        chosen.measurements
-        if with_own_workers == chosen.candidate
+        runs.measurements
+        if with_own_workers == runs.candidate
         else [outcome for c, outcome in searched if c == with_own_workers]
     )
     measured = [m for m in outcomes if isinstance(m, Measurement) and not m.was_cut]
@@ -345,14 +345,14 @@ def loader_evidence(
     )
 
 
-def memory_evidence(chosen: SettingRuns, description: Description | None = None) -> MemoryEvidence:
+def memory_evidence(runs: SettingRuns, description: Description | None = None) -> MemoryEvidence:
     """Return how the peak memory was measured: on which batches and processes, and with or without evaluation."""
     sizes = None if description is None else description.sample_sizes
     worst_case = None
     if description is not None and description.has_worst_batch:
         worst_case = "the worst batch named by the workload"
     elif sizes is not None:
-        num = min(chosen.candidate.batch_size, len(sizes.largest))
+        num = min(runs.candidate.batch_size, len(sizes.largest))
         worst_case = (
             f"the {num:,} largest of {sizes.num_seen:,} samples examined, of {sizes.num_samples:,}: "
             f"{sizes.smallest_size:,} to {sizes.largest_size:,} numbers each, median {sizes.median_size:,}"
@@ -361,10 +361,10 @@ def memory_evidence(chosen: SettingRuns, description: Description | None = None)
         worst_case=worst_case,
         num_seen=None if sizes is None else sizes.num_seen,
         num_samples=None if sizes is None else sizes.num_samples,
-        has_evaluation=any(m.evaluation_seconds is not None for m in chosen.measurements),
-        has_checkpoint=any(m.checkpoint_seconds is not None for m in chosen.measurements),
+        has_evaluation=any(m.evaluation_seconds is not None for m in runs.measurements),
+        has_checkpoint=any(m.checkpoint_seconds is not None for m in runs.measurements),
         processes=tuple(
-            ProcessPeak(num_steps=m.num_steps_taken, peak_memory_bytes=m.peak_memory_bytes) for m in chosen.measurements
+            ProcessPeak(num_steps=m.num_steps_taken, peak_memory_bytes=m.peak_memory_bytes) for m in runs.measurements
         ),
     )
 
@@ -414,8 +414,8 @@ def rerank(saved: Recommendation, options: SearchOptions, folder: StudyFolder) -
     ledger = Ledger(space, records, objective=new_options.objective, num_steps=steps)
     confirming = [r for r in records if r.purpose == "confirm"]
     # The pairs of loss scale and growth interval that the search chose; other pairs that it replayed are not saved.
-    chosen = (Setting.of(saved.config), saved.config.loss_scale)
-    for setting, scale in [chosen, *((r.candidate, r.loss_scale) for r in confirming)]:
+    chosen_pair = (Setting.of(saved.config), saved.config.loss_scale)
+    for setting, scale in [chosen_pair, *((r.candidate, r.loss_scale) for r in confirming)]:
         if scale is not None:
             ledger.replay(setting, (scale.init_scale, scale.growth_interval))
     # Prefer the environment of the confirmation: the search may have run on another machine.
@@ -434,7 +434,7 @@ def rerank(saved: Recommendation, options: SearchOptions, folder: StudyFolder) -
     )
 
 
-def ranked_again(
+def rerank_with_options(
     saved: Recommendation,
     path: Path,
     objective: str | None,

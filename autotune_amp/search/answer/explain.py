@@ -20,7 +20,7 @@ from autotune_amp.precision.modes import MODES
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import PLATEAU, Merit, SettingRuns, least_speed
-from autotune_amp.search.space import SAME_MEMORY_SHARE, Space, without
+from autotune_amp.search.space import SAME_MEMORY_SHARE, Space, without_excluded
 from autotune_amp.trial.failures import mended
 
 # Relative half width of an interval above which processes are said to disagree. Processes that differ by 5 %, as the
@@ -39,7 +39,7 @@ def reason(
     chosen: Setting,
     evidence: Evidence,
     contenders: Mapping[Setting, Merit],
-    today: Merit | None,
+    baseline_merit: Merit | None,
     unsure: tuple[Setting, float, float] | None,
     search: SearchSummary | None,
     *,
@@ -47,17 +47,17 @@ def reason(
 ) -> str:
     """Return the reason for the `chosen` setting: its gain, and why no better-looking setting was chosen.
 
-    It was chosen among the `contenders`; `today` holds the merits of the baseline that they were compared with. If the
-    baseline is kept because no gain is significant, `unsure` is the first contender with a gain of 3 % and the interval
-    of its speed-up.
+    It was chosen among the `contenders`; `baseline_merit` holds the merits of the baseline that they were compared
+    with. If the baseline is kept because no gain is significant, `unsure` is the first contender with a gain of 3 % and
+    the interval of its speed-up.
     """
     objective, baseline = ledger.objective, ledger.space.baseline
     if is_kept and is_only_baseline_tried(ledger):
         return _reason_if_only_baseline_ran(ledger, search)
-    chosen_merit = today if is_kept and today is not None else contenders[chosen]
-    own = baseline if is_kept else chosen
+    chosen_merit = baseline_merit if is_kept and baseline_merit is not None else contenders[chosen]
+    compared_setting = baseline if is_kept else chosen
     why_not_better = _why_not_better(
-        ledger, own, chosen_merit, today, contenders, {chosen, baseline, *(unsure or ())[:1]}
+        ledger, compared_setting, chosen_merit, baseline_merit, contenders, {chosen, baseline, *(unsure or ())[:1]}
     )
     if is_kept:
         amount = "" if objective == "speed" else f", {_amount(objective, chosen_merit)}"
@@ -80,10 +80,10 @@ def reason(
         amount = "" if objective == "speed" else f"takes {_amount(objective, chosen_merit)} and "
         where = "in the recommended environment " if chosen == baseline else ""
         gain = f"{chosen} {where}{amount}reaches {rate(evidence.samples_per_second)}"
-        if today is None or evidence.speedup is None:
+        if baseline_merit is None or evidence.speedup is None:
             gain += f"; the baseline, {baseline}, has no measurement ({evidence.baseline.reason})."
         else:
-            beside = "" if objective == "speed" else f", {_amount(objective, today)}"
+            beside = "" if objective == "speed" else f", {_amount(objective, baseline_merit)}"
             gain += f", {evidence.speedup:.2f} times the baseline, {baseline}{beside}."
     return " ".join([gain, *why_not_better, *_loader_reason(chosen, evidence)])
 
@@ -131,17 +131,17 @@ def _relative_cost(objective: Objective, other: Merit, reference: Merit) -> floa
 
 def _why_not_better(
     ledger: Ledger,
-    own: Setting,
+    chosen: Setting,
     own_merit: Merit,
-    today: Merit | None,
+    baseline_merit: Merit | None,
     contenders: Mapping[Setting, Merit],
     left_out: set[Setting],
 ) -> list[str]:
     """Return a sentence on why the best setting that measured better than the chosen one was not chosen, or nothing.
 
     `left_out` settings are not considered. Settings that were not confirmed are compared with the search's own trials
-    of the chosen `own` setting, since the speed of the machine may change until the confirmation. Settings whose trial
-    was cut short are ignored, since they were far slower.
+    of the `chosen` setting, since the speed of the machine may change until the confirmation. Settings whose
+    trial was cut short are ignored, since they were far slower.
     """
     objective, last_tier = ledger.objective, max(ledger.tiers[c] for c in contenders) if contenders else 0
 
@@ -151,7 +151,7 @@ def _why_not_better(
             return f"is left out: {ledger.ruled_out[other]}"
         if ledger.tiers[other] > last_tier and verdict is not None:
             return f"is left out: {verdict.reason}"
-        if other_merit.samples_per_second < least_speed(objective, today):
+        if other_merit.samples_per_second < least_speed(objective, baseline_merit):
             return "is slower than the baseline"
         if other not in contenders:
             return "was not confirmed: use a larger --budget to confirm it"
@@ -161,7 +161,7 @@ def _why_not_better(
     for other, searched in ledger.measured_merits.items():
         other_merit = contenders.get(other) or ledger.merits.get(other, searched)
         ratio = _relative_cost(
-            objective, other_merit, own_merit if other in contenders else ledger.measured_merits.get(own, own_merit)
+            objective, other_merit, own_merit if other in contenders else ledger.measured_merits.get(chosen, own_merit)
         )
         was_cut = any(m.was_cut for m in ledger.measurements[other])
         if (
@@ -192,7 +192,7 @@ def _loader_reason(chosen: Setting, evidence: Evidence) -> list[str]:
 
 def warnings_and_notes(
     ledger: Ledger,
-    chosen: SettingRuns,
+    chosen_runs: SettingRuns,
     evidence: Evidence,
     config: AmpConfig,
     why_uncalibrated: str | None,
@@ -206,7 +206,7 @@ def warnings_and_notes(
     """
     space = ledger.space
     load_before = None if search is None or search.load is None else machine_load.evidence([search.load])
-    numerical_warnings, numerical_notes = _numerical_warnings_and_notes(ledger, chosen, evidence, why_uncalibrated)
+    numerical_warnings, numerical_notes = _numerical_warnings_and_notes(ledger, chosen_runs, evidence, why_uncalibrated)
     # Load by other processes also explains processes that disagree and a changed machine: one warning is enough.
     load = machine_load.load_warnings(evidence.load) or machine_load.load_warnings(
         load_before, "search on an idle machine"
@@ -214,7 +214,9 @@ def warnings_and_notes(
     was_interrupted = search is not None and search.was_interrupted
     spread, unconfirmed = _measurement_warnings(evidence, was_interrupted=was_interrupted)
     measurement = [*load, *spread]
-    accumulation, accumulation_notes = accumulation_warnings(space, chosen.candidate, config, evidence.accumulation)
+    accumulation, accumulation_notes = accumulation_warnings(
+        space, chosen_runs.candidate, config, evidence.accumulation
+    )
     warnings = [
         *numerical_warnings,
         *space.warnings,
@@ -223,14 +225,14 @@ def warnings_and_notes(
         *measurement[:1],
         *_loader_warnings(evidence),
         *memory_warnings(description),
-        *_evaluation_memory_warnings(chosen),
+        *_evaluation_memory_warnings(chosen_runs),
     ]
     notes = [
         *measurement[1:],
         *numerical_notes,
         *accumulation_notes,
         *_missing_plan_notes(space, config),
-        *_own_loop_notes(chosen, description),
+        *_own_loop_notes(chosen_runs, description),
         *([_WHOLE_DEVICE] if ledger.objective == "energy" else []),
         *space.notes,
     ]
@@ -265,24 +267,24 @@ def _measurement_warnings(evidence: Evidence, *, was_interrupted: bool) -> tuple
 
 
 def _numerical_warnings_and_notes(
-    ledger: Ledger, chosen: SettingRuns, evidence: Evidence, why_uncalibrated: str | None
+    ledger: Ledger, chosen_runs: SettingRuns, evidence: Evidence, why_uncalibrated: str | None
 ) -> tuple[list[str], list[str]]:
     """Return warnings about numerical problems of the training run, and notes about its numerics."""
     fidelity, scale = evidence.fidelity, evidence.loss_scale
     warnings: list[str] = []
     notes: list[str] = []
-    num_skips = sum(m.num_skips for m in chosen.measurements)
+    num_skips = sum(m.num_skips for m in chosen_runs.measurements)
     if fidelity is not None and fidelity.verdict != "faithful":
         warnings.append(f"{sentence(fidelity.reason)} {sentence(fidelity.next_step)}")
-    elif chosen.candidate in ledger.ruled_out:  # the baseline may be kept all the same
-        warnings.append(f"{sentence(ledger.ruled_out[chosen.candidate])} Use --precision with another precision.")
+    elif chosen_runs.candidate in ledger.ruled_out:  # the baseline may be kept all the same
+        warnings.append(f"{sentence(ledger.ruled_out[chosen_runs.candidate])} Use --precision with another precision.")
     if fidelity is not None and fidelity.later is not None and fidelity.later.verdict in ("undecided", "doubtful"):
         warnings.append(
             f"{sentence(fidelity.later.reason)} Compare the losses of its first few hundred steps with fp32's."
         )
     if fidelity is not None and fidelity.verdict == "faithful" and not fidelity.has_moved:
         notes.append(f"{sentence(fidelity.reason)} Search again with a learning rate above 0 to check the updates too.")
-    if MODES[chosen.candidate.precision].takes_scaler and scale is None:
+    if MODES[chosen_runs.candidate.precision].takes_scaler and scale is None:
         why = why_uncalibrated or "the search ended before that, or fp16 was not among the fastest settings"
         notes.append(f"The loss scale is GradScaler's default: it was not calibrated, since {sentence(why)}")
     if scale is None and num_skips:
@@ -351,11 +353,11 @@ def memory_warnings(description: Description | None) -> list[str]:
     return [f"{warning}; another batch may take more memory. Name the largest one with Workload(worst_batch=...)."]
 
 
-def _own_loop_notes(chosen: SettingRuns, description: Description | None) -> list[str]:
+def _own_loop_notes(chosen_runs: SettingRuns, description: Description | None) -> list[str]:
     """Return a note if the speed was not measured in the framework's own Trainer."""
-    if description is None or description.trainer is None or all(m.is_own_loop for m in chosen.measurements):
+    if description is None or description.trainer is None or all(m.is_own_loop for m in chosen_runs.measurements):
         return []
-    problems = [m.why_not_own_loop for m in chosen.measurements if m.why_not_own_loop is not None]
+    problems = [m.why_not_own_loop for m in chosen_runs.measurements if m.why_not_own_loop is not None]
     next_step = (
         f"Its own loop could not be run: {sentence(problems[0])}"
         if problems
@@ -367,9 +369,9 @@ def _own_loop_notes(chosen: SettingRuns, description: Description | None) -> lis
     ]
 
 
-def _evaluation_memory_warnings(chosen: SettingRuns) -> list[str]:
+def _evaluation_memory_warnings(chosen_runs: SettingRuns) -> list[str]:
     """Return warnings if the memory of the workload's evaluation and checkpoint could not be measured."""
-    problems = [m.ending_problem for m in chosen.measurements if m.ending_problem is not None]
+    problems = [m.ending_problem for m in chosen_runs.measurements if m.ending_problem is not None]
     return [
         f"The peak memory does not include the workload's own evaluation and checkpoint: {sentence(problem)} "
         "Fix the error, or use a larger --budget if time ran out; then search again with --fresh."
@@ -386,11 +388,11 @@ def accumulation_warnings(
     """
     warnings: list[str] = []
     notes: list[str] = []
-    before, after = space.baseline.effective_batch_size, chosen.effective_batch_size
-    if before != after:
+    current_size, new_size = space.baseline.effective_batch_size, chosen.effective_batch_size
+    if current_size != new_size:
         warnings.append(
-            f"The effective batch size changes from {before} to {after} samples per optimizer step, so that the "
-            f"learning rate may need tuning. Use --effective-batch-size {before * space.num_ranks} to keep it."
+            f"The effective batch size changes from {current_size} to {new_size} samples per optimizer step, so that "
+            f"the learning rate may need tuning. Use --effective-batch-size {current_size * space.num_ranks} to keep it."
         )
     num_steps = [config.accumulation_steps, *(plan.accumulation_steps for plan in config.plans)]
     if max(num_steps) == 1:
@@ -405,7 +407,7 @@ def accumulation_warnings(
     return warnings, notes
 
 
-def excluded(ledger: Ledger, *, is_budget_spent: bool) -> tuple[Exclusion, ...]:
+def excluded_candidates(ledger: Ledger, *, is_budget_spent: bool) -> tuple[Exclusion, ...]:
     """Return the candidates that failed, are ruled out or, if time ran out, were not tried, with one reason each."""
     failed = [
         Exclusion(precision=c.precision, batch_size=c.batch_size, reason=f"{failure.kind}: {failure.message}")
@@ -415,7 +417,7 @@ def excluded(ledger: Ledger, *, is_budget_spent: bool) -> tuple[Exclusion, ...]:
     exclusions = [*ledger.space.excluded, *failed, *ledger.exclusions]
     if is_budget_spent:
         tried = {r.candidate for r in ledger.trials}
-        untried = [c for c in without(ledger.space.candidates, exclusions) if c not in tried]
+        untried = [c for c in without_excluded(ledger.space.candidates, exclusions) if c not in tried]
         exclusions += [Exclusion(precision=c.precision, batch_size=c.batch_size, reason=_ENDED) for c in untried]
     unique: dict[tuple[str, int | None], Exclusion] = {}
     for exclusion in exclusions:
@@ -423,7 +425,9 @@ def excluded(ledger: Ledger, *, is_budget_spent: bool) -> tuple[Exclusion, ...]:
     return tuple(unique.values())
 
 
-def rows(ledger: Ledger, exclusions: Sequence[Exclusion], environment: Mapping[str, str]) -> tuple[CandidateRow, ...]:
+def candidate_rows(
+    ledger: Ledger, exclusions: Sequence[Exclusion], environment: Mapping[str, str]
+) -> tuple[CandidateRow, ...]:
     """Return the table of all candidates. Reasons of untried ones are in `exclusions`.
 
     A measured candidate that a check or a calibration rules out has the status "excluded". Numbers were measured in
@@ -454,7 +458,7 @@ def _row(runs: SettingRuns, failure: Failure | None, exclusions: Sequence[Exclus
     if failure is not None:
         status, reason, measured = failure.kind, failure.message, ()
     elif not measured:
-        reason = next((e.reason for e in exclusions if not without([candidate], [e])), _UNTRIED)
+        reason = next((e.reason for e in exclusions if not without_excluded([candidate], [e])), _UNTRIED)
         status = "untried" if reason in (_UNTRIED, _ENDED) else "excluded"
     elif runs.num_confirming >= MIN_PROCESSES:
         status = "confirmed"
@@ -471,7 +475,7 @@ def _row(runs: SettingRuns, failure: Failure | None, exclusions: Sequence[Exclus
     )
 
 
-def nothing_works(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: bool) -> NothingWorksError | None:
+def nothing_works_error(ledger: Ledger, excluded: tuple[Exclusion, ...], has_stepped: bool) -> NothingWorksError | None:
     """Return the error that no setting can be recommended; None if trials only timed out and a step was finished."""
     if ledger.ruled_out:
         reasons = dict.fromkeys(f"{setting.precision}: {reason}" for setting, reason in ledger.ruled_out.items())

@@ -137,7 +137,7 @@ def next_action(
     pinning_action = _next_pinning_action(ledger)
     if pinning_action is not None:
         return pinning_action
-    shortlist, speeds = ledger.shortlist, {c: found.samples_per_second for c, found in ledger.measured_merits.items()}
+    shortlist, speeds = ledger.shortlist, {c: merit.samples_per_second for c, merit in ledger.measured_merits.items()}
     if shortlist is None:
         return None
     fastest = max(speeds[c] for c in shortlist[:2] if c is not None)

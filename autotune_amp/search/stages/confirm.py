@@ -154,11 +154,11 @@ class Confirm:
                 return planner.runs_seconds(ledger, [run.setting for run in runs], 0)
             return self._round_seconds(runs, ledger, planner)
 
-        left = planner.budget.left() - (self._ending_seconds_left(ledger, planner) if self._round == 0 else 0.0)
+        left_seconds = planner.budget.left() - (self._ending_seconds_left(ledger, planner) if self._round == 0 else 0.0)
         if is_loaded_together and not self._num_rounds_started:
-            left -= planner.runs_seconds(ledger, [], 1)
+            left_seconds -= planner.runs_seconds(ledger, [], 1)
         num_needed = max(1, MIN_ROUNDS - self._round)
-        return plan_round(self._contenders, self._environment, seconds_of, left, self._round, num_needed)
+        return plan_round(self._contenders, self._environment, seconds_of, left_seconds, self._round, num_needed)
 
     def _ending_seconds_left(self, ledger: Ledger, planner: Planner) -> float:
         share = ENDING_SHARE * planner.budget.seconds if planner.job_defaults.description.has_ending else 0.0
@@ -172,7 +172,7 @@ def is_runner_up_worth(ledger: Ledger, planner: Planner, shortlist: Shortlist) -
         return False
     if ledger.objective != "speed":
         return True
-    speeds = {c: found.samples_per_second for c, found in ledger.measured_merits.items()}
+    speeds = {c: merit.samples_per_second for c, merit in ledger.measured_merits.items()}
     lead = speeds[runner_up] / speeds[winner] - 1 + PLATEAU if winner in speeds else math.inf
     num_starts = 0 if planner.job_defaults.shares_processes else 1
     return lead > planner.least_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [runner_up], num_starts))
@@ -238,10 +238,10 @@ class OneRank:
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """Return the trial on one rank, set up like a confirmation run; None if it has run or time is short."""
-        shortlist, left = ledger.final_shortlist, planner.budget.left()
+        shortlist, left_seconds = ledger.final_shortlist, planner.budget.left()
         if shortlist is None or any(record.purpose == "one_rank" for record in ledger.records):
             return None
-        if left < (1 + self.num_others) * planner.runs_seconds(ledger, [shortlist.winner], 1):
+        if left_seconds < (1 + self.num_others) * planner.runs_seconds(ledger, [shortlist.winner], 1):
             return None
         return _confirming_trial(
             planner.job_defaults,
@@ -251,7 +251,7 @@ class OneRank:
             purpose="one_rank",
             num_ranks=1,
             num_steps=(MAX_CONFIRM_STEPS, MAX_CONFIRM_STEPS),
-            deadline_seconds=left,
+            deadline_seconds=left_seconds,
         )
 
 
@@ -271,9 +271,9 @@ class LargerBatches:
         used_seconds = sum(record.seconds for record in ledger.records if record.purpose == "outlook")
         if setting is None:
             return None
-        left = planner.extra_seconds(planner.budget.left(), used_seconds)
+        left_seconds = planner.extra_seconds(planner.budget.left(), used_seconds)
         seconds = CONFIRM_SECONDS + NUM_STEPS_FORESEEN * setting.batch_size / max(ledger.speeds.values())
-        if left < SAFETY * (planner.start_seconds(ledger) + seconds):
+        if left_seconds < SAFETY * (planner.start_seconds(ledger) + seconds):
             return None
         return _confirming_trial(
             planner.job_defaults,
@@ -281,7 +281,7 @@ class LargerBatches:
             setting,
             planner.job_defaults.environment,
             purpose="outlook",
-            deadline_seconds=left,
+            deadline_seconds=left_seconds,
         )
 
 

@@ -29,7 +29,7 @@ from autotune_amp.search.planner import Planner, num_timed_passes
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.ranking import is_limited_by_data
 from autotune_amp.search.run import Stage
-from autotune_amp.search.space import Space, excluded_by_outcomes, without
+from autotune_amp.search.space import Space, excluded_by_outcomes, without_excluded
 from autotune_amp.search.stages.checks import AccumulationCheck, Checks
 from autotune_amp.search.stages.throughput_model import ThroughputModel
 from autotune_amp.search.storage.study import Study
@@ -53,9 +53,11 @@ class _Explore(ABC):
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """Return the trial to run next, or None."""
         self.study.catch_up(ledger.actual)
-        left = self._seconds_left(ledger, planner)
-        setting = self._next(ledger, planner, left) if planner.has_time_for_trial(ledger, left) else None
-        return None if setting is None else planner.trial(ledger, self.study.ask(setting).setting, left)
+        left_seconds = self._seconds_left(ledger, planner)
+        setting = (
+            self._next(ledger, planner, left_seconds) if planner.has_time_for_trial(ledger, left_seconds) else None
+        )
+        return None if setting is None else planner.trial(ledger, self.study.ask(setting).setting, left_seconds)
 
     def _seconds_left(self, ledger: Ledger, planner: Planner) -> float:
         return planner.exploration_seconds(ledger)
@@ -90,7 +92,7 @@ class Promising(_Explore):
     def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
         job_defaults = planner.job_defaults
         # More loader workers may end the wait for data; until that is tried, compare throughputs without the wait.
-        is_waiting_for_data = job_defaults.may_add_workers and is_limited_by_data(ledger.records)
+        is_waiting_for_data = job_defaults.has_cpus_for_more_workers and is_limited_by_data(ledger.records)
         all_throughputs = ledger.throughputs(without_waiting=is_waiting_for_data)
         throughputs = {
             c: values
@@ -128,7 +130,7 @@ def untried_seed(ledger: Ledger, job_defaults: JobDefaults) -> Setting | None:
     These are the baseline, then every precision at its batch size.
     """
     outcomes, limit = ledger.ordinary_outcomes, job_defaults.memory_limit_bytes
-    return next_seed(job_defaults.hardware, ledger.space, outcomes, limit, ledger.exclusions, job_defaults.like)
+    return next_seed(job_defaults.hardware, ledger.space, outcomes, limit, ledger.exclusions, job_defaults.similar_best)
 
 
 def smaller_seed(ledger: Ledger) -> Setting | None:
@@ -140,7 +142,9 @@ def smaller_seed(ledger: Ledger) -> Setting | None:
     if shortlist is None:
         return None
     legal = [
-        c for c in without(ledger.space.candidates, ledger.exclusions) if c.precision == shortlist.winner.precision
+        c
+        for c in without_excluded(ledger.space.candidates, ledger.exclusions)
+        if c.precision == shortlist.winner.precision
     ]
     smaller = [c for c in legal if c.batch_size < shortlist.winner.batch_size]
     setting = max(smaller, key=lambda c: c.batch_size, default=None)
@@ -199,7 +203,7 @@ def share_building(backend: Backend, planner: Planner, ledger: Ledger, progress:
     """
     job_defaults = planner.job_defaults
     searched = [r.outcome for r in ledger.records if r.purpose == "search" and isinstance(r.outcome, Measurement)]
-    last_built = next((found for found in reversed(searched) if not found.is_build_shared), None)
+    last_built = next((measurement for measurement in reversed(searched) if not measurement.is_build_shared), None)
     if "share_build" not in backend.abilities or backend.is_build_shared or last_built is None:
         return
     left_seconds, building, context = (
@@ -236,23 +240,23 @@ def next_seed(
     outcomes: Mapping[Setting, Outcome],
     memory_limit_bytes: int | None,
     excluded: Sequence[Exclusion] = (),
-    like: Setting | None = None,
+    similar_best: Setting | None = None,
 ) -> Setting | None:
     """Return the next setting without an outcome; None once all were tried.
 
-    These are the baseline, the setting nearest to `like`, then one of each precision. `excluded` lists exclusions
-    beyond those that follow from `outcomes`.
+    These are the baseline, the setting nearest to `similar_best`, then one of each precision. `excluded` lists
+    exclusions beyond those that follow from `outcomes`.
     """
     if space.baseline not in outcomes:
         return space.baseline
     untried = _untried(space, outcomes, memory_limit_bytes, excluded)
-    if like is not None:
-        same_precision = [c for c in space.candidates if c.precision == like.autocast_precision]
-        nearest = min(same_precision, key=lambda c: abs(math.log(c.batch_size / like.batch_size)), default=None)
+    if similar_best is not None:
+        same_precision = [c for c in space.candidates if c.precision == similar_best.autocast_precision]
+        nearest = min(same_precision, key=lambda c: abs(math.log(c.batch_size / similar_best.batch_size)), default=None)
         if nearest in untried:
             return nearest
 
-    def first_of(precision: Precision) -> Setting | None:
+    def first_setting(precision: Precision) -> Setting | None:
         """Return the untried setting nearest to the baseline's batch; None once one ran or failed other than by OOM."""
         tried = [o for c, o in outcomes.items() if c.precision == precision and not c.as_found]
         if any(isinstance(outcome, Measurement) or outcome.kind != "oom" for outcome in tried):
@@ -260,13 +264,13 @@ def next_seed(
         same_precision = [c for c in untried if c.precision == precision]
         return min(same_precision, key=lambda c: abs(math.log(c.batch_size / space.baseline.batch_size)), default=None)
 
-    def promise(precision: Precision) -> tuple[bool, float]:
+    def sort_key(precision: Precision) -> tuple[bool, float]:
         """Return a sort key: precisions with the fastest matrix products first, hopelessly slow ones last, since one of
         their steps may take longer than the rest of the search.
         """
         return is_hopeless(hardware, precision), -(hardware.precisions[precision].matmul_flops_per_second or 0.0)
 
-    settings = map(first_of, sorted(dict.fromkeys(c.precision for c in space.candidates), key=promise))
+    settings = map(first_setting, sorted(dict.fromkeys(c.precision for c in space.candidates), key=sort_key))
     return next(filter(None, settings), None)
 
 
@@ -300,7 +304,7 @@ def untried_pinned_settings(ledger: Ledger) -> list[Setting]:
     }
     pins = {c.precision: c.pinned_modules for c in tried if c in ledger.merits}
     failed_sizes = {c.precision: c.batch_size for c, outcome in tried.items() if not isinstance(outcome, Measurement)}
-    legal = without(ledger.space.candidates, excluded_by_outcomes(ledger.space, ledger.ordinary_outcomes))
+    legal = without_excluded(ledger.space.candidates, excluded_by_outcomes(ledger.space, ledger.ordinary_outcomes))
     settings = [replace(c, pinned_modules=pins[c.precision]) for c in legal if c.precision in pins]
     return [c for c in settings if c not in tried and c.batch_size < failed_sizes.get(c.precision, math.inf)]
 
@@ -323,5 +327,5 @@ def _untried(
         model = models.get(setting.precision)
         return limit is None or model is None or model(setting.batch_size) <= MEMORY_MARGIN * limit
 
-    legal = without(space.candidates, (*excluded, *excluded_by_outcomes(space, outcomes)))
+    legal = without_excluded(space.candidates, (*excluded, *excluded_by_outcomes(space, outcomes)))
     return [c for c in legal if c not in outcomes and may_fit(c)]

@@ -35,8 +35,8 @@ class Fallbacks:
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
         """Return the trial of an unmeasured plan, or the accumulation check that it depends on, or None."""
-        left = planner.seconds_before_confirmation(ledger)
-        if not planner.has_time_for_trial(ledger, left):
+        left_seconds = planner.seconds_before_confirmation(ledger)
+        if not planner.has_time_for_trial(ledger, left_seconds):
             return None
         shortlist = ledger.final_shortlist
         if shortlist is None:
@@ -47,13 +47,13 @@ class Fallbacks:
                 is_split = setting.accumulation_steps > contender.accumulation_steps
                 if is_split and ledger.space.accumulation_withheld is None and ledger.accumulation is None:
                     return planner.accumulation_check(ledger)
-                if not is_split or ledger.may_add_accumulation:
+                if not is_split or ledger.is_accumulation_allowed:
                     return planner.job_defaults.trial(
                         ledger,
                         setting,
                         purpose="fallback",
-                        measure_seconds=min(MEASURE_SECONDS, left / 3),
-                        deadline_seconds=left - planner.waiting_seconds(ledger),
+                        measure_seconds=min(MEASURE_SECONDS, left_seconds / 3),
+                        deadline_seconds=left_seconds - planner.waiting_seconds(ledger),
                     )
         return None
 
@@ -97,25 +97,25 @@ def _is_compatible(setting: Setting, precision: Precision) -> bool:
 
 
 def fallback_plans(
-    records: Sequence[Record], chosen: Setting, harmful: Collection[Precision] = (), *, may_add_steps: bool
+    records: Sequence[Record], chosen: Setting, harmful: Collection[Precision] = (), *, is_splitting_allowed: bool
 ) -> tuple[FallbackPlan, ...]:
     """Return a plan for each precision to step down to: the fastest measured setting that never failed.
 
     It has the effective batch size of `chosen`, and its batch size divides that of `chosen`, since the run's data
-    loader keeps yielding the same batches. Unless `may_add_steps`, it has no more accumulation steps than `chosen`.
-    `harmful` precisions are left out, and so are settings with pinned modules, which a plan cannot express. Plans are
-    measured without compiling, which takes too long for a setting that may never run; their slowdown is relative to
-    `chosen` without compiling, if that was measured.
+    loader keeps yielding the same batches. Unless `is_splitting_allowed`, it has no more accumulation steps than
+    `chosen`. `harmful` precisions are left out, and so are settings with pinned modules, which a plan cannot express.
+    Plans are measured without compiling, which takes too long for a setting that may never run; their slowdown is
+    relative to `chosen` without compiling, if that was measured.
     """
     failed, counted = ranking.failures(records), ranking.without_lost_rounds(records)
     measured = _measurements_by_setting(counted)
-    speeds = {c: _speed(ours) for c, ours in measured.items()}
+    speeds = {c: _speed(measurements) for c, measurements in measured.items()}
     compatible = [
         c
         for c in measured
         if c == _stepped_down(chosen, c.precision, max(1, chosen.batch_size // c.batch_size))
         and c.effective_batch_size == chosen.effective_batch_size
-        and (may_add_steps or c.accumulation_steps == chosen.accumulation_steps)
+        and (is_splitting_allowed or c.accumulation_steps == chosen.accumulation_steps)
         and c.precision not in harmful
         and _is_compatible(chosen, c.precision)
         and c not in failed

@@ -41,7 +41,9 @@ def ledger_with_expected(ledger: Ledger, pending: Sequence[Trial | Check | Profi
         return None  # the same setting still runs on other slots; once it has ended there, building may be shared
     records = [_expected_record(job, _expected_fidelity(job)) for job in checks if job.what == "fidelity"]
     if trials:
-        throughputs = {c: [m.samples_per_second for m in ours] for c, ours in ledger.measurements.items()}
+        throughputs = {
+            c: [m.samples_per_second for m in measurements] for c, measurements in ledger.measurements.items()
+        }
         throughput_model = ThroughputModel(throughputs, [trial.candidate for trial in trials])
         records += [
             _expected_record(job, _expected_measurement(ledger, job.candidate, throughput_model)) for job in trials

@@ -33,22 +33,24 @@ def search(
     # The hardware of a cluster's node is known once it is reached.
     fingerprint = None if options.ray else source.fingerprint(settings, identify(options.first_device))
     if fingerprint is not None and (is_rerun or not is_fresh):
-        recommendation = cached_answer(cached, options, folder, progress, fingerprint)
+        recommendation = cached_recommendation(cached, options, folder, progress, fingerprint)
         if recommendation is not None:
             return recommendation
     if is_rerun:
         raise left_no_answer(folder.path, cached, fingerprint)
     from autotune_amp.search.search import search_anew
 
-    def answer_for(fingerprint: Fingerprint) -> Recommendation | None:
+    def saved_recommendation_for(fingerprint: Fingerprint) -> Recommendation | None:
         """Return the saved recommendation for `fingerprint`, or None. Call it with the folder locked."""
-        recommendation = cached_answer(cached, options, folder, progress, fingerprint)
-        return recommendation or _shared_answer(source, options, folder, progress, fingerprint)
+        recommendation = cached_recommendation(cached, options, folder, progress, fingerprint)
+        return recommendation or _shared_recommendation(source, options, folder, progress, fingerprint)
 
-    return search_anew(source, options, progress, folder, settings, cached, fingerprint, answer_for, is_fresh=is_fresh)
+    return search_anew(
+        source, options, progress, folder, settings, cached, fingerprint, saved_recommendation_for, is_fresh=is_fresh
+    )
 
 
-def cached_answer(
+def cached_recommendation(
     cached: Recommendation | None,
     options: SearchOptions,
     folder: StudyFolder,
@@ -77,7 +79,7 @@ def cached_answer(
     return recommendation
 
 
-def _shared_answer(
+def _shared_recommendation(
     source: Source, options: SearchOptions, folder: StudyFolder, progress: Progress, fingerprint: Fingerprint
 ) -> Recommendation | None:
     """Return the shared storage's recommendation for an equal request, saved in `folder`; None without one."""

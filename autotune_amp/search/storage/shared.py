@@ -123,8 +123,8 @@ def _request_parts(fingerprint: Fingerprint) -> dict[str, str]:
 
 def _study_name(fingerprint: Fingerprint) -> str:
     """Return the name of the study with the recommendations for the same code, for any options."""
-    alike = {name: part for name, part in _request_parts(fingerprint).items() if not name.startswith("option ")}
-    return f"answers-{_digest(alike)}"
+    parts = {name: part for name, part in _request_parts(fingerprint).items() if not name.startswith("option ")}
+    return f"answers-{_digest(parts)}"
 
 
 def _digest(parts: dict[str, str]) -> str:

@@ -147,11 +147,11 @@ def test_what_lacks_its_records_is_not_ranked_again(url: str, found: Recommendat
     now = fingerprint()
     answer, _ = asked(url, tmp_path, now)
     folder = StudyFolder(str(tmp_path), "train")
-    same = cache.cached_answer(folder.cached(), OPTIONS, folder, Mock(), now)
+    same = cache.cached_recommendation(folder.cached(), OPTIONS, folder, Mock(), now)
     assert answer is not None
     assert same is not None
     assert same.to_json() == answer.to_json()
-    assert cache.cached_answer(answer, replace(OPTIONS, objective="memory"), folder, Mock(), now) is None
+    assert cache.cached_recommendation(answer, replace(OPTIONS, objective="memory"), folder, Mock(), now) is None
 
 
 @pytest.mark.parametrize("changes", [{"objective": "memory"}, {"num_steps": 77}, {"storage": None}])
