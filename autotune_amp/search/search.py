@@ -172,7 +172,7 @@ class _Search:
             trials = count(len(ledger.trials), "trial")
             raise SearchInterruptedError(
                 f"{interruption} after {trials}; the best so far is in {self.folder.recommendation_path}.",
-                "Run the same search again to go on.",
+                "Run the same search again to continue it.",
                 recommendation.excluded,
                 recommendation,
             )

@@ -84,9 +84,8 @@ def decide(
         }
         contenders = confirmed or contenders
     else:
-        baseline_merit = ledger.measured_merits.get(
-            space.baseline, baseline_merit
-        )  # trials are compared with trials only
+        # Trials are compared with trials only.
+        baseline_merit = ledger.measured_merits.get(space.baseline, baseline_merit)
         searched = best_runs(_before_confirmation(records), space.baseline, {})
         compared_baseline = searched if searched.measurements else baseline
     if objective == "energy" and all(m.joules_per_sample is None for m in ledger.merits.values()):

@@ -102,7 +102,7 @@ def _reason_if_only_baseline_ran(ledger: Ledger, search: SearchSummary | None) -
         return f"{text}, and nothing was compared with it. Allow more --trials."
     text += f" in {search.seconds:.0f} s"
     if search.was_interrupted:
-        return f"{text}, before the search was interrupted. Run the same search again to go on."
+        return f"{text}, before the search was interrupted. Run the same search again to continue it."
     start_text = f": a process takes {search.start_seconds:.0f} s to start here" if search.start_seconds >= 1 else ""
     num_precisions = len({c.precision for c in ledger.space.candidates})
     needed = search.seconds + num_precisions * (search.start_seconds + SECONDS_OF_A_TRIAL)
@@ -392,7 +392,8 @@ def accumulation_warnings(
     if current_size != new_size:
         warnings.append(
             f"The effective batch size changes from {current_size} to {new_size} samples per optimizer step, so that "
-            f"the learning rate may need tuning. Use --effective-batch-size {current_size * space.num_ranks} to keep it."
+            "the learning rate may need tuning. "
+            f"Use --effective-batch-size {current_size * space.num_ranks} to keep it."
         )
     num_steps = [config.accumulation_steps, *(plan.accumulation_steps for plan in config.plans)]
     if max(num_steps) == 1:

@@ -28,7 +28,7 @@ from autotune_amp.search.ranking import PLATEAU, UNDECIDED_TIER, is_confirming
 from autotune_amp.search.space import SEARCH_UP
 from autotune_amp.trial.jobs import Trial
 
-MAX_ROUNDS = 20  # more than `MIN_ROUNDS` run only while it is undecided if a contender is faster than the baseline
+MAX_ROUNDS = 20  # more than `MIN_ROUNDS` run only while a contender may or may not be faster than the baseline
 ENDING_SHARE = 0.1  # share of the budget for the workload's evaluation and checkpoint, which end a training run
 # Predicted steps of a trial of a larger batch: a first step as long as three, the warm-up, the fewest measured.
 NUM_STEPS_FORESEEN = 14
@@ -45,9 +45,8 @@ class ConfirmationRun(NamedTuple):
 class Confirm:
     """Stage that runs the confirmation rounds, one run at a time.
 
-    It runs at least `MIN_ROUNDS`, and more while it is undecided whether a contender is faster than the baseline.
-
-    The contenders run in the recommended `environment`, the baseline in the user's own. A resumed search runs only the
+    It runs at least `MIN_ROUNDS`, and more while it is undecided whether a contender is faster than the baseline. The
+    contenders run in the recommended `environment`, the baseline in the user's own. A resumed search runs only the
     missing rounds. A failed setting is not run again, and the next run has to start another process. The workload's
     evaluation and checkpoint are run once for each setting in its environment. If the slot of a round is lost, the
     whole round runs on another one.
@@ -143,10 +142,12 @@ class Confirm:
         return planner.job_defaults.loads_together and number <= planner.num_rounds(ledger)
 
     def _round_seconds(self, runs: Sequence[ConfirmationRun], ledger: Ledger, planner: Planner) -> float:
+        """Return the predicted seconds of the runs of one round, including process starts."""
         num_starts = min(1, len(runs)) if planner.job_defaults.shares_processes else len(runs)
         return planner.runs_seconds(ledger, [run.setting for run in runs], num_starts)
 
     def _plan_next_round(self, ledger: Ledger, planner: Planner) -> list[ConfirmationRun]:
+        """Return the runs of the round `self._round` that fit in the remaining time; see `plan_round`."""
         is_loaded_together = self._is_loaded_together(ledger, planner, self._num_rounds_started + 1)
 
         def seconds_of(runs: Sequence[ConfirmationRun]) -> float:
@@ -161,6 +162,7 @@ class Confirm:
         return plan_round(self._contenders, self._environment, seconds_of, left_seconds, self._round, num_needed)
 
     def _ending_seconds_left(self, ledger: Ledger, planner: Planner) -> float:
+        """Return the seconds left for the workload's evaluation and checkpoint, within `ENDING_SHARE` of the budget."""
         share = ENDING_SHARE * planner.budget.seconds if planner.job_defaults.description.has_ending else 0.0
         return max(0.0, share - sum(ending_seconds(r) or 0.0 for r in ledger.records))
 

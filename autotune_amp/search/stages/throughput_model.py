@@ -28,11 +28,9 @@ Array = npt.NDArray[np.float64]
 LEVEL_DEVIATION, PRECISION_DEVIATION = 3.0, 0.7
 # Prior mean of the slope per doubling of the batch size: more samples share the cost of a kernel launch.
 RISE_PER_OCTAVE = 0.2
-SLOPE_DEVIATION, PRECISION_SLOPE_DEVIATION = 0.2, 0.1
-VALUE_DEVIATION, WORKERS_DEVIATION = (
-    0.45,
-    1.0,
-)  # for a further dimension's value (studies/real_card); for a number of workers
+SLOPE_DEVIATION, PRECISION_SLOPE_DEVIATION = 0.2, 0.1  # of that slope, for all settings and for a precision
+# For a value of a further dimension (studies/real_card), and for a number of workers.
+VALUE_DEVIATION, WORKERS_DEVIATION = 0.45, 1.0
 BATCH_SIZE_DEVIATION = 0.02  # of one batch size from its neighbours
 SHARED_BEND_DEVIATION, SHARED_BEND_OCTAVES = 0.5, 4.0  # curvature shared by all precisions; its length scale in octaves
 OWN_BEND_OCTAVES = 2.0  # length scale of the curvature of a single precision, in doublings of the batch size
@@ -95,6 +93,8 @@ class ThroughputModel:
 
 
 class _Fit(NamedTuple):
+    """Posterior of the Gaussian process for one choice of its curvature and of the `noise` between processes."""
+
     means: Array
     covariance: Array
     noise: float
@@ -108,9 +108,8 @@ class _Fit(NamedTuple):
         """
         values, covariance = (self.means + added)[chosen], self.covariance[np.ix_(chosen, chosen)]
         spread = np.sqrt(np.diag(covariance) + self.noise**2)
-        changes = (
-            covariance / spread[:, None]
-        )  # change of all means if a process of the setting is one standard deviation faster
+        # Change of all means if a process of the setting is one standard deviation faster.
+        changes = covariance / spread[:, None]
         may_be_chosen = is_measured | np.eye(len(chosen), dtype=bool)
         values_after = values[None, :, None] + changes[:, :, None] * _NODES
         best = np.maximum(np.where(may_be_chosen[:, :, None], values_after, -np.inf).max(axis=1), floor)
@@ -120,6 +119,7 @@ class _Fit(NamedTuple):
 
 
 def _fit(prior: Array, rows: npt.NDArray[Any], logs: Array, noise: float) -> _Fit:
+    """Return the posterior for a `prior` covariance and observed `logs`, whose settings' indices are `rows`."""
     covariance = prior[np.ix_(rows, rows)] + noise**2 * np.eye(len(rows))
     lower = np.linalg.cholesky(covariance)
     whitened = np.linalg.solve(lower, np.column_stack((logs, prior[rows])))

@@ -70,9 +70,7 @@ def cached_recommendation(
         return cached
     if not folder.records(cached.search.search_id):
         return None  # it is from a shared storage: the records for ranking it again are elsewhere
-    from autotune_amp.search.answer.decide import (
-        rerank,
-    )  # imported late: a cached recommendation must take less than 50 ms
+    from autotune_amp.search.answer.decide import rerank  # late: a cached recommendation must take less than 50 ms
 
     recommendation = folder.save(rerank(cached, options, folder))
     progress.note(f"Ranked again for {options.objective} from the saved measurements; no trial was run.")

@@ -62,9 +62,8 @@ class StudyFolder:
                 half_written.unlink()  # left by a process killed before renaming it; the lock excludes other writers
             if self._outcomes_path.exists():
                 whole, newline, _ = read_file(self._outcomes_path).rpartition(b"\n")
-                os.truncate(
-                    self._outcomes_path, len(whole + newline)
-                )  # remove a last line that a killed process left incomplete
+                # Remove a last line that a killed process left incomplete.
+                os.truncate(self._outcomes_path, len(whole + newline))
         except filelock.Timeout as error:
             raise StudyBusyError(
                 f"Another search is running in {self.path}.",

@@ -83,7 +83,7 @@ class Study:
         self._note = note
         self._away_since: float | None = None  # monotonic time of the failure or of the last attempt to reach it
         self._ledger = ledger
-        self._open_trials: list[StudyTrial] = []  # asked and not told yet
+        self._open_trials: list[StudyTrial] = []  # trials returned by `ask` and not finished by `tell`
         self._legal = (*space.candidates, space.baseline)
         tried = (*self._legal, *(FP8_RECIPE.on(space.baseline, v) for v in space.variants.get(FP8_RECIPE.name, ())))
         self._distributions = {dimension.name: _distribution(dimension, tried) for dimension in SPACE_DIMENSIONS}
@@ -93,7 +93,7 @@ class Study:
             for name, variant in VARIANTS.items()
             if (values := space.variants.get(name, ()))
         }
-        self._load_again()
+        self._load_from_storage()
 
     @classmethod
     @contextlib.contextmanager
@@ -107,8 +107,7 @@ class Study:
         seed: int = 0,
         note: Callable[[str], None] = lambda _: None,
     ) -> Iterator[Study]:
-        """Create the study of a search, or resume it. `storage` is an Optuna storage URL, or the path of the search's
-        own file.
+        """Create or resume the study of a search. `storage` is an Optuna storage URL or the path of the search's file.
 
         The study belongs to the ledger's `search_id` and to `owner`, the search's folder. It is called `name`, or
         `name-search_id` and so on if another search has that name, since its measurements must not affect this one.
@@ -205,7 +204,7 @@ class Study:
         self._ledger = ledger
         if self._away_since is not None and (is_over or time.monotonic() > self._away_since + AWAY_SECONDS):
             with self._surviving_failure():
-                self._load_again()
+                self._load_from_storage()
                 self._away_since = None
                 self._note("The study's storage can be reached again.")
         for record in ledger.records:
@@ -214,14 +213,14 @@ class Study:
                 record.purpose == "search" and record.number not in self._finished_numbers and self._is_legal(setting)
             )
             if is_due and (is_over or not ledger.awaits_calibration(setting)):
-                assert isinstance(outcome, (Measurement, Failure)), "a check is no trial"
+                assert isinstance(outcome, (Measurement, Failure)), "a check is not a trial"
                 matching_trials = (study_trial for study_trial in self._open_trials if study_trial.setting == setting)
                 study_trial = next(matching_trials, None) or self.ask(setting)
                 self.tell(study_trial, outcome, number=record.number, slot=record.slot)
                 self._finished_numbers.add(record.number)
             if record.purpose == "calibration" and setting not in self._calibrated:
                 self._calibrated.add(setting)
-                self.suggest_pairs(setting, 0, lambda: 0.0)  # the initial ones alone
+                self.suggest_pairs(setting, 0, lambda: 0.0)  # only the initial ones
 
     @property
     def is_reachable(self) -> bool:
@@ -240,16 +239,15 @@ class Study:
                 )
             self._away_since = time.monotonic()
 
-    def _load_again(self) -> None:
+    def _load_from_storage(self) -> None:
         """Load the study and the state of this object that follows from its trials."""
         self._study = self._load()
         self._open_trials = []
         self._calibrated: set[Setting] = set()
         self._fail_interrupted_trials()
         finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-        self._finished_numbers = {
-            t.user_attrs["record"] for t in finished if "record" in t.user_attrs
-        }  # numbers of its records
+        # Numbers of the records in the study.
+        self._finished_numbers = {t.user_attrs["record"] for t in finished if "record" in t.user_attrs}
 
     def suggest_pairs(self, setting: Setting, num_pairs: int, left_seconds: Callable[[], float]) -> None:
         """Replay the initial pairs of a calibrated setting, then pairs that the sampler suggests, and add the results.
@@ -297,9 +295,8 @@ class Study:
         """Mark trials that a killed search left running as failed, since Optuna does so only in `study.optimize`."""
         for interrupted in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             if "candidate" in interrupted.user_attrs:  # a trial that a user enqueued is still to be run
-                self._study._storage.set_trial_state_values(
-                    interrupted._trial_id, TrialState.RUNNING
-                )  # only a running trial can be finished
+                # Only a running trial can be finished.
+                self._study._storage.set_trial_state_values(interrupted._trial_id, TrialState.RUNNING)
         for interrupted in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             trial = optuna.Trial(self._study, interrupted._trial_id)
             trial.set_user_attr("failure", "interrupted")
