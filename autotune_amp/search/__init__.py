@@ -11,10 +11,10 @@ The device is the NVIDIA GPU if there is one. If it cannot be used, an error say
 `model` may be a module or a function that returns one; `data` a Dataset, a DataLoader, or a function of the batch size
 that returns one batch or a loader; `optimizer` a class, a function of the parameters, or an instance. Live objects are
 copied into the trials and never changed. No `if __name__ == "__main__"` guard is needed, and it works from a REPL. The
-next call returns the cached recommendation, within 40 ms of importing torch (`studies/overheads`), unless the hardware,
-a version, an option, an object that the workload uses, or its source files have changed, even in a comment; then the
-report names the change. Variables in `config.environment` must be set before the script starts: the throughput without
-them is `evidence.plain_environment`, and the controller warns if they are missing.
+next call returns the cached recommendation, about 40 ms after importing torch (`studies/overheads`), unless the
+hardware, a version, an option, an object that the workload uses, or its source files have changed, even in a comment;
+then the report names the change. Variables in `config.environment` must be set before the script starts: the throughput
+without them is `evidence.plain_environment`, and the controller warns if they are missing.
 
 A finished search is ranked again for another objective from its records; nothing is run, and the report says which
 settings were not confirmed for that objective. `--objective energy` minimizes the energy per sample of the whole

@@ -102,6 +102,7 @@ class Ledger:
         return ledger
 
     def _clear_derived_values(self) -> None:
+        """Delete the cached values, which follow from the records."""
         for name, value in vars(Ledger).items():
             if isinstance(value, cached_property):
                 self.__dict__.pop(name, None)
@@ -372,9 +373,11 @@ class Ledger:
         ]
 
     def _reason_against(self, setting: Setting) -> str | None:
+        """Return the reason that a setting must not be recommended, or None."""
         return self._numerical_reason_against(setting) or self._compile_cost_reason(setting)
 
     def _numerical_reason_against(self, setting: Setting) -> str | None:
+        """Return the reason if a check or a calibration rules a setting out, else None."""
         return ranking.unfaithful_reason(self.fidelity, setting) or loss_scales.refusal(self.scales, setting)
 
     def is_recommendable(self, setting: Setting) -> bool:
@@ -408,6 +411,7 @@ class Ledger:
         return compiling_seconds / gain_seconds if gain_seconds > 0 else math.inf
 
     def _compile_cost_reason(self, setting: Setting) -> str | None:
+        """Return the reason if the training run is too short for compiling to save time, else None."""
         num_steps = self.break_even_steps(setting)
         if self.objective != "speed" or num_steps is None or num_steps <= self.num_steps:
             return None

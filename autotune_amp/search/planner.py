@@ -38,20 +38,19 @@ SAFETY = 1.1  # factor on the predicted seconds of processes, since too low an e
 FORESEEN_SECONDS = 2.0  # predicted seconds of a trial from its first step on, before anything was measured
 # Predicted steps of a trial: unmeasured ones (a first step as long as three, and the warm-up), and the fewest measured.
 NUM_STEPS_FORESEEN = 6, 8
-CONFIRM_SECONDS, MAX_CONFIRM_STEPS = 2.0, 400  # limits of a confirming run's measurement
+CONFIRM_SECONDS, MAX_CONFIRM_STEPS = 2.0, 400  # limits of the measurement of a confirmation run
 # Share of the first compilation's seconds when the compiler's cache is warm: 1.7 of 6.5 s for a convnet of six blocks.
 CACHED_SHARE = 0.3
 # Share of the elapsed time for each job that does not change the recommendation: checks on trained weights, other
 # effective batch sizes.
 EXTRA_SHARE = 0.15
 # Least expected relative gain in throughput of a job: in total, and per second of it. Halving or doubling them changes
-# little
-# (studies/search_efficiency, hosts).
+# little (studies/search_efficiency, hosts).
 LEAST_GAIN, GAIN_PER_SECOND = 0.002, 5e-4
 # Seconds of a compilation as a multiple of a process start: 2.5 on a CPU, 1.5 to 2 for a Llama on an H200's host
 # (studies/real_card).
 COMPILE_STARTS = 2.0
-NUM_CHECK_PASSES = 42  # forward and backward passes of a check of bf16 against fp32, seen in real searches
+NUM_CHECK_PASSES = 42  # forward and backward passes of a check of bf16 against fp32, counted in real searches
 IN_TIME = 0.7  # share of its deadline after which a job ends by itself, with fewer samples
 CHECK_SECONDS = 12.0  # target duration of one check
 CHECK_PATIENCE, CHECK_PATIENCE_SECONDS = 10.0, 30.0  # deadline of a check: factor on its predicted seconds, plus this

@@ -299,12 +299,14 @@ def exclusions(fidelity: Mapping[Setting, Fidelity]) -> tuple[Exclusion, ...]:
 
 
 def _next_step(failure: Failure) -> str:
+    """Return the next step for a user whose check failed."""
     if failure.kind == "timeout":
         return "Give a larger --budget."
     return mended(failure) or "Fix that error, or use another precision."
 
 
 def _fidelity_of_failed_check(record: Record) -> Fidelity:
+    """Return the verdict of a check that failed: *unfaithful* if the precision is the cause, else *unchecked*."""
     failure = record.outcome
     assert isinstance(failure, Failure)
     description = f"{failure.kind}: {failure.message}"
@@ -318,6 +320,7 @@ def _fidelity_of_failed_check(record: Record) -> Fidelity:
 
 
 def _fidelity_without_check(candidate: Setting, verdict: Verdict, reason: str, next_step: str) -> Fidelity:
+    """Return a verdict that follows from a `reason` instead of a finished check."""
     key = check_key(candidate)
     return Fidelity(
         precision=key.precision,

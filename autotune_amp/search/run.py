@@ -236,6 +236,7 @@ def run_stages(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
 
 
 def _next_job(stages: Sequence[Stage], runner: Runner) -> Trial | Check | ProfileJob | None:
+    """Return the job of the first stage or, while jobs run, of the first that has one; None if there is none."""
     pending = runner.pending
     expected = ledger_with_expected(runner.ledger, pending)
     for stage in stages:
@@ -264,6 +265,7 @@ _PHASES = {
 
 
 def _phase(job: Trial | Check | ProfileJob) -> str:
+    """Return the text of the phase that the progress display shows during a job."""
     setting, purpose = job.candidate, _purpose(job)
     if isinstance(job, Check) and purpose == "fidelity":
         return f"checking {setting.labelled(NUMERIC)} against fp32{after_steps(job.num_steps_before)}"

@@ -246,6 +246,7 @@ class _Search:
         return warnings if load.others_num_cores is not None else (*warnings, *self._load_notes)
 
     def _note(self, line: str) -> None:
+        """Show a line now, and keep it for the recommendation."""
         self._progress.note(line)
         self._notes.append(line)
 
@@ -347,6 +348,7 @@ class _Search:
         )
 
     def _store_for_others(self, recommendation: Recommendation) -> None:
+        """Store the recommendation in the shared storage if there is one; a failure is only noted."""
         if self._options.storage is None or recommendation.fingerprint.unknown:
             return
         try:

@@ -145,6 +145,7 @@ def excluded_by_outcomes(space: Space, outcomes: Mapping[Setting, Outcome]) -> t
 
 
 def _exclusions_of_slow_precisions(measured: Mapping[Setting, Measurement]) -> list[Exclusion]:
+    """Return exclusions of the precisions that another one beats by `HOPELESS_SLOWDOWN` at the same batch size."""
     speeds = {c: m.samples_per_second for c, m in measured.items() if c.is_ordinary}
     worst: dict[Precision, tuple[float, int, str]] = {}
     for setting, rival_setting in itertools.product(speeds, repeat=2):
@@ -256,6 +257,7 @@ def _baseline(
 
 
 def _usable(hardware: Hardware, description: Description) -> str:
+    """Return the names of the precisions that the device and the workload support, for a message."""
     usable = [p for p in PRECISIONS if PRECISION.unsupported_reason(p, hardware, description) is None]
     return " or ".join(usable) or "none of its precisions"
 

@@ -195,6 +195,7 @@ def _combined_values(ledger: Ledger, leader: Setting) -> Iterator[Setting]:
 
 
 def _is_faster(ledger: Ledger, dimension: Dimension[Any], value: Any, other: Any) -> bool:
+    """Whether trials with `value` were 3 % faster than the same setting with `other` at least once."""
     merits = ledger.measured_merits
     pairs = [(r.candidate, replace(r.candidate, **{dimension.name: other})) for r in ledger.trials]
     return any(

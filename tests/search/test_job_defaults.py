@@ -43,7 +43,7 @@ ALL = "the 1 largest of 10,000 samples examined, of 10,000: 4 to 512 numbers eac
             "the largest of 3,120 among 10,000 samples",
         ),
         ({"sample_sizes": ALL_SEEN}, ALL, None),
-        ({"batch_sizes_seen": (1024, 8192)}, None, "from 1,024 to 8,192 numbers in those drawn"),
+        ({"batch_sizes_seen": (1024, 8192)}, None, "1,024 to 8,192 numbers"),
     ],
 )
 def test_the_worst_case_is_told(fields: dict[str, Any], worst_case: str | None, doubt: str | None) -> None:

@@ -100,7 +100,7 @@ def test_where_loading_stays_the_limit_the_precision_with_less_to_go_wrong_wins(
     assert (decision.config.precision, decision.config.num_workers) == ("fp32", 2)
     (warning,) = [w for w in decision.warnings if "loader" in w]
     assert "bf16 batch 32 with 2 workers (40.0 samples/s)" in warning
-    assert "costs less to load" in warning
+    assert "take less time to load" in warning
 
 
 def test_workers_that_do_not_help_are_not_recommended() -> None:

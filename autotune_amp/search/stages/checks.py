@@ -146,7 +146,7 @@ def next_action(
         if HOPELESS_SLOWDOWN * speeds[setting] < speeds[shortlist.winner]:
             continue
         is_rival = setting == shortlist.winner or speeds[setting] >= (1 - RIVAL_MARGIN) * fastest
-        may_win = is_rival or ledger.objective != "speed"  # otherwise a slower setting may win
+        may_win = is_rival or ledger.objective != "speed"  # for other objectives a slower setting may win
         is_uncalibrated = (
             "calibration" in ledger.space.checks
             and MODES[setting.precision].takes_scaler
@@ -198,6 +198,7 @@ def next_trained_weights_check(ledger: Ledger, seconds: float) -> tuple[Setting,
 
 
 def _is_unchecked(ledger: Ledger, setting: Setting) -> bool:
+    """Whether a setting needs a fidelity check that is possible and has not run."""
     return ranking.is_checkable(setting, ledger.space) and check_key(setting) not in ledger.fidelity
 
 
@@ -241,6 +242,7 @@ def _setting_to_pin(ledger: Ledger, fastest: float) -> Setting | None:
 
 
 def _fidelity_action(setting: Setting, space: Space) -> CheckAction:
+    """Return the action that checks the fidelity of a setting, at a batch size small enough for a check."""
     # A compiled setting is checked at the batch size it was compiled for: another size would compile once more.
     size = setting.batch_size if setting.is_compiled else min(space.check_batch_size, setting.batch_size)
     return CheckAction("fidelity", replace(check_key(setting), batch_size=size))

@@ -173,6 +173,7 @@ def next_promising(
     num_tried = Counter(r.candidate for r in ledger.records if r.purpose == "search")
 
     def seconds(setting: Setting) -> float:
+        """Return the predicted seconds of a trial, with its compilation."""
         compiling = 0.0
         if setting.is_compiled:
             compile_times = [m.first_step_seconds for m in ledger.measurements.get(setting, ())]
@@ -317,6 +318,7 @@ def is_ordinary_apart_from_pins(setting: Setting) -> bool:
 def _untried(
     space: Space, outcomes: Mapping[Setting, Outcome], limit: int | None, excluded: Sequence[Exclusion]
 ) -> list[Setting]:
+    """Return the settings of the space without an outcome or exclusion that may fit in `limit` bytes."""
     points: dict[Precision, list[tuple[int, int]]] = {}
     for setting, outcome in outcomes.items():
         if isinstance(outcome, Measurement) and not setting.as_found:

@@ -55,11 +55,13 @@ def ledger_with_expected(ledger: Ledger, pending: Sequence[Trial | Check | Profi
 
 
 def _expected_record(job: Trial | Check, outcome: Measurement | Fidelity) -> Record:
+    """Return the record of a running job with its predicted outcome."""
     purpose = job.purpose if isinstance(job, Trial) else job.what
     return Record(search_id="", number=EXPECTED, candidate=job.candidate, purpose=purpose, outcome=outcome, seconds=0.0)
 
 
 def _expected_fidelity(check: Check) -> Fidelity:
+    """Return a *faithful* verdict for a running check."""
     setting = check.candidate
     return Fidelity(
         precision=setting.precision,

@@ -61,6 +61,7 @@ class Variants:
         return planner.trial(ledger, setting, left_seconds)
 
     def _profile_seconds(self, ledger: Ledger, planner: Planner, leader: Setting) -> float:
+        """Return the predicted seconds of a profile of the leader's step."""
         step_seconds = min(m.step_seconds for m in ledger.measurements[leader])
         return TRACE_SECONDS + planner.setup_seconds(ledger) + NUM_STEPS_FORESEEN * step_seconds
 

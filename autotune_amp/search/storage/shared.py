@@ -118,6 +118,7 @@ def _with_words_hidden(value: Any, words: Sequence[str]) -> Any:
 
 
 def _request_parts(fingerprint: Fingerprint) -> dict[str, str]:
+    """Return the fingerprint's parts that are equal on all devices of one model."""
     return {name: part for name, part in fingerprint.parts.items() if name not in _OF_ONE_DEVICE}
 
 
