@@ -42,7 +42,7 @@ from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, ru
 from autotune_amp.search.source import OpenedWorkload, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.stages.checks import Checks, LossScales, TrainedWeightsChecks
-from autotune_amp.search.stages.confirm import Confirm, LargerBatches, OneRank
+from autotune_amp.search.stages.confirm import ConfirmationRounds, LargerBatchTrials, OneRankTrial
 from autotune_amp.search.stages.explore import exploration_stages, share_building, untried_seed
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.variants import LoaderWorkers, Variants
@@ -55,7 +55,7 @@ from autotune_amp.trial.memory import recommended_environment
 _MIN_HELD_SHARE_TO_WARN = 0.05  # of the device's memory, held by the calling process
 
 
-def search_anew(
+def run_search(
     source: Source,
     options: SearchOptions,
     progress: Progress,
@@ -401,10 +401,12 @@ def search_stages(study: Study) -> tuple[Stage, ...]:
 
 def confirmation_stages(shortlist: Shortlist, environment: dict[str, str], options: SearchOptions) -> tuple[Stage, ...]:
     """Return the stages that measure in fresh processes, in order."""
-    confirm = Confirm(shortlist, environment)
-    stages: tuple[Stage, ...] = (OneRank(2 * MIN_ROUNDS), confirm, OneRank(0)) if options.ranks > 1 else (confirm,)
+    confirm = ConfirmationRounds(shortlist, environment)
+    stages: tuple[Stage, ...] = (
+        (OneRankTrial(2 * MIN_ROUNDS), confirm, OneRankTrial(0)) if options.ranks > 1 else (confirm,)
+    )
     is_limited = options.batch_size is not None or options.max_trials is not None
-    return stages if is_limited else (*stages, LargerBatches())
+    return stages if is_limited else (*stages, LargerBatchTrials())
 
 
 def _devices(

@@ -28,7 +28,7 @@ from autotune_amp.search.planner import Planner
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, Runner, Watchers, run_stages
 from autotune_amp.search.search import search_stages
-from autotune_amp.search.stages.confirm import Confirm
+from autotune_amp.search.stages.confirm import ConfirmationRounds
 from autotune_amp.search.stages.explore import share_building
 from autotune_amp.search.storage import study as studies
 
@@ -127,7 +127,7 @@ def play_search(
     searched_seconds = budget.now
     if ledger.final_shortlist is not None:
         budget.num_slots = 1
-        stage = Confirm(ledger.final_shortlist, job_defaults.environment)
+        stage = ConfirmationRounds(ledger.final_shortlist, job_defaults.environment)
         for _ in run_stages([stage], Runner(fresh, ledger, planner, watchers)):
             pass
     by_round = {record.round: seconds for seconds, record in ends.records if record.round is not None}

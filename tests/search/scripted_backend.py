@@ -40,7 +40,7 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run_stages
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks, LossScales
-from autotune_amp.search.stages.confirm import Confirm
+from autotune_amp.search.stages.confirm import ConfirmationRounds
 from autotune_amp.search.stages.explore import exploration_stages, share_building
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.storage.folder import StudyFolder
@@ -323,7 +323,7 @@ class ScriptedSearch:
 
     def confirm(self, chosen: Shortlist, environment: dict[str, str], start_seconds: float = 1.0) -> None:
         self.set_start(environment, start_seconds)
-        self.run(Confirm(chosen, environment))
+        self.run(ConfirmationRounds(chosen, environment))
 
     def decide(self, environment: Mapping[str, str]) -> Decision:
         return decide(self.ledger, environment=environment, description=self.job_defaults.description)

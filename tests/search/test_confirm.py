@@ -23,8 +23,8 @@ from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.confirm import (
     ENDING_SHARE,
     MAX_ROUNDS,
-    Confirm,
-    OneRank,
+    ConfirmationRounds,
+    OneRankTrial,
     plan_round,
 )
 from autotune_amp.trial.jobs import Trial
@@ -70,7 +70,7 @@ class Machine:
         num_before = len(self.ledger.records)
         self.searched.set_start(environment or {}, self.start_seconds)
         processes = ConfirmingProcesses(self.make, Slot("cpu"), are_shared=self.searched.job_defaults.shares_processes)
-        self.searched.run(Confirm(shortlist, environment or {}), processes)
+        self.searched.run(ConfirmationRounds(shortlist, environment or {}), processes)
         return self.ledger.records[num_before:]
 
     def make(self, environment: dict[str, str]) -> ScriptedBackend:
@@ -177,7 +177,7 @@ def test_one_rank_trains_with_the_loss_scale_of_the_others() -> None:
     searched.measure(fp16, FP32)
     searched.run(Checks())
     searched.ledger.scales[fp16.scaling] = Scales(calibration(), 1000)
-    searched.run(OneRank(0))
+    searched.run(OneRankTrial(0))
     (alone,) = (record for record in searched.ledger.records if record.purpose == "one_rank")
     assert alone.loss_scale == searched.ledger.loss_scale(fp16) != LOSS_SCALE
 
@@ -231,7 +231,7 @@ def test_a_run_that_took_longer_than_foreseen_leaves_the_baseline_confirmed(numb
 def test_a_process_is_started_where_a_tenth_more_than_its_time_is_left(margin: float, runs: bool) -> None:
     machine = Machine()
     machine.searched.set_start({}, 3.0)
-    planner, stage = machine.searched.planner, Confirm(Shortlist(FP32, None, FP32), {})
+    planner, stage = machine.searched.planner, ConfirmationRounds(Shortlist(FP32, None, FP32), {})
     machine.budget.now = machine.budget.seconds - margin * (3.0 + planner.run_seconds(machine.ledger, FP32))
     assert (stage.next(machine.ledger, planner) is not None) == runs
 

@@ -161,7 +161,7 @@ def _outlook(ledger: Ledger, evidence: Evidence) -> LargerBatchOption | None:
 
 
 def _was_confirmed(ledger: Ledger, environment: Mapping[str, str]) -> bool:
-    """Whether the confirmation measured the winner for the ledger's objective, rather than that of another one."""
+    """Whether the confirmation measured the winner for the ledger's objective rather than for another."""
     shortlist = ledger.with_only(_before_confirmation(ledger.records)).final_shortlist
     if shortlist is None:
         return False

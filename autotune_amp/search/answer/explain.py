@@ -45,7 +45,7 @@ def reason(
     *,
     is_kept: bool,
 ) -> str:
-    """Return the reason for the `chosen` setting: its gain, and why no better-looking setting was chosen.
+    """Return the reason for the `chosen` setting: its gain, and why no setting that measured better was chosen.
 
     It was chosen among the `contenders`; `baseline_merit` holds the merits of the baseline that they were compared
     with. If the baseline is kept because no gain is significant, `unsure` is the first contender with a gain of 3 % and

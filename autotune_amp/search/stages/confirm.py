@@ -42,7 +42,7 @@ class ConfirmationRun(NamedTuple):
     environment: dict[str, str]
 
 
-class Confirm:
+class ConfirmationRounds:
     """Stage that runs the confirmation rounds, one run at a time.
 
     It runs at least `MIN_ROUNDS`, and more while it is undecided whether a contender is faster than the baseline. The
@@ -229,7 +229,7 @@ def _confirming_trial(
 
 
 @dataclass
-class OneRank:
+class OneRankTrial:
     """Stage that measures the winner on a single rank, to show the cost of exchanging gradients.
 
     It runs only if the remaining time is enough for `num_others` further runs of that length.
@@ -257,7 +257,7 @@ class OneRank:
         )
 
 
-class LargerBatches:
+class LargerBatchTrials:
     """Stage that doubles the effective batch size, without accumulation, until memory or time runs out or a batch is no
     faster.
 

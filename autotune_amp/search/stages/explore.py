@@ -44,7 +44,7 @@ MEMORY_MARGIN = 1.1
 
 
 @dataclass
-class _Explore(ABC):
+class _ExplorationStage(ABC):
     """Base class of stages that try settings until none is promising, or until time or trials are used up."""
 
     is_exclusive: ClassVar[bool] = False
@@ -67,7 +67,7 @@ class _Explore(ABC):
         """Return the setting to try next, or None if this stage has nothing to try in `left_seconds`."""
 
 
-class Seeds(_Explore):
+class SeedSettings(_ExplorationStage):
     """Stage that measures the baseline, the best setting of an earlier search for the same code, and every precision at
     the baseline's batch size.
 
@@ -83,7 +83,7 @@ class Seeds(_Explore):
         return smaller_seed(ledger) if seed is None and ledger.objective == "memory" else seed
 
 
-class Promising(_Explore):
+class PromisingSettings(_ExplorationStage):
     """Stage that tries the setting with the most expected gain per second by the throughput model.
 
     While every trial has failed, it tries the smallest batch instead.
@@ -120,8 +120,8 @@ def exploration_stages(study: Study) -> tuple[Stage, ...]:
     The check comes early, since other precisions take the place of one that it rules out. Settings nearly as fast as
     the best are measured again after the further dimensions, which may gain more (`stages.variants`).
     """
-    seeds, checks = Seeds(study), Checks(only_winner=True)
-    return seeds, checks, AccumulationCheck(), seeds, Promising(study), checks, seeds
+    seeds, checks = SeedSettings(study), Checks(only_winner=True)
+    return seeds, checks, AccumulationCheck(), seeds, PromisingSettings(study), checks, seeds
 
 
 def untried_seed(ledger: Ledger, job_defaults: JobDefaults) -> Setting | None:

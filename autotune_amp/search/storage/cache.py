@@ -38,14 +38,14 @@ def search(
             return recommendation
     if is_rerun:
         raise left_no_answer(folder.path, cached, fingerprint)
-    from autotune_amp.search.search import search_anew
+    from autotune_amp.search.search import run_search
 
     def saved_recommendation_for(fingerprint: Fingerprint) -> Recommendation | None:
         """Return the saved recommendation for `fingerprint`, or None. Call it with the folder locked."""
         recommendation = cached_recommendation(cached, options, folder, progress, fingerprint)
         return recommendation or _shared_recommendation(source, options, folder, progress, fingerprint)
 
-    return search_anew(
+    return run_search(
         source, options, progress, folder, settings, cached, fingerprint, saved_recommendation_for, is_fresh=is_fresh
     )
 
