@@ -146,11 +146,11 @@ def next_action(
         if HOPELESS_SLOWDOWN * speeds[setting] < speeds[shortlist.winner]:
             continue
         is_rival = setting == shortlist.winner or speeds[setting] >= (1 - RIVAL_MARGIN) * fastest
-        may_win = is_rival or ledger.objective != "speed"  # for other objectives a slower setting may win
+        is_possible_winner = is_rival or ledger.objective != "speed"  # for other objectives a slower setting may win
         is_uncalibrated = (
             "calibration" in ledger.space.checks
             and MODES[setting.precision].takes_scaler
-            and may_win
+            and is_possible_winner
             and setting.scaling not in ledger.scales
         )
         is_unchecked = _is_unchecked(ledger, setting)
