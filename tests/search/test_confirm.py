@@ -108,7 +108,7 @@ class Machine:
     def forget_after(self, *kept: Record) -> None:
         """A search that was killed then, and goes on."""
         self.ledger.records = kept
-        self.ledger._forget()
+        self.ledger._clear_derived_values()
         self.specs.clear()
 
 
@@ -242,7 +242,7 @@ def test_what_processes_took_is_the_mean_of_what_was_seen() -> None:
     fields: dict[str, Any] = {"search_id": "s", "number": 9, "candidate": FP32, "round": 0, "outcome": found}
     for seconds in (4.0, 10.0):
         machine.ledger.append(Record(**fields, purpose="confirm", seconds=seconds, start_seconds=seconds / 4))
-    machine.ledger._forget()
+    machine.ledger._clear_derived_values()
     assert machine.searched.planner.start_seconds(machine.ledger) == pytest.approx((2.0 + 3.5) / 2)
     assert machine.searched.planner.run_seconds(machine.ledger, FP32) == pytest.approx((2.0 + 6.5) / 2)
 

@@ -489,7 +489,9 @@ def test_three_warnings_are_said_and_the_rest_are_notes() -> None:
     assert set(circumstances[2:]) | {"The driver is old."} <= set(found.notes)
 
 
-@pytest.mark.parametrize(("was_interrupted", "way_out"), [(False, "Use a larger --budget"), (True, "Run the same search")])
+@pytest.mark.parametrize(
+    ("was_interrupted", "way_out"), [(False, "Use a larger --budget"), (True, "Run the same search")]
+)
 def test_what_confirms_an_answer_is_what_the_search_ended_for_want_of(was_interrupted: bool, way_out: str) -> None:
     summary = msgspec.structs.replace(SPENT, was_interrupted=was_interrupted)
     (said,) = (w for w in decided(Log().add(FP32, 100.0).add(BF16, 50.0), search=summary).warnings if "Unconf" in w)

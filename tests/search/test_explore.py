@@ -56,7 +56,7 @@ def test_a_stall_while_measuring_again_does_not_rule_out_what_was_measured() -> 
     records = tried([(candidate("fp32", 64), 100.0), (candidate("fp32", 32), 90.0)])
     records.append(record(9, candidate("fp32", 64), Failure(kind="timeout", message="still after step 3")))
     assert failures(records) == {}
-    assert candidate("fp32", 64) in known(records).measured
+    assert candidate("fp32", 64) in known(records).measured_merits
     alone = record(10, candidate("fp32", 128), Failure(kind="timeout", message="still after step 3"))
     assert set(failures([*records, alone])) == {candidate("fp32", 128)}
 

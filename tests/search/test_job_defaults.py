@@ -40,7 +40,7 @@ ALL = "the 1 largest of 10,000 samples examined, of 10,000: 4 to 512 numbers eac
         (
             {"sample_sizes": SIZES},
             "the 64 largest of 3,120 samples examined, of 10,000: 4 to 512 numbers each, median 120",
-            "the largest of 3,120 among 10,000 samples",
+            "the largest of only 3,120 of 10,000 samples",
         ),
         ({"sample_sizes": ALL_SEEN}, ALL, None),
         ({"batch_sizes_seen": (1024, 8192)}, None, "1,024 to 8,192 numbers"),

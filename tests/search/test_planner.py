@@ -100,7 +100,7 @@ def test_what_runs_of_a_command_have_measured_is_confirmed_already() -> None:
     rest = Planner(search.job_defaults, search.budget).confirmation_seconds(search.ledger)
     search.job_defaults = replace(search.job_defaults, are_trials_fresh=False)
     search.ledger.records = tuple(replace(r, round=None) for r in search.ledger.records)
-    search.ledger._forget()
+    search.ledger._clear_derived_values()
     assert rest == pytest.approx(2 / 3 * search.planner.confirmation_seconds(search.ledger), rel=0.3)
 
 

@@ -120,7 +120,7 @@ def test_a_connection_that_is_cut_for_a_while_loses_nothing(
     first, last = search.notes
     assert postgresql.PASSWORD not in first
     assert "continues" in first
-    assert "there again" in last
+    assert "reached again" in last
 
 
 def test_a_connection_that_stays_cut_does_not_end_the_search(server: postgresql.Server, wire: postgresql.Wire) -> None:
@@ -178,17 +178,17 @@ def test_what_is_away_is_tried_again_after_a_while(
         for seconds, is_there in ((5.0, False), (9.9, False), (10.1, True)):
             clock.return_value = seconds
             study.catch_up(search.ledger)
-            assert study.is_there == is_there
+            assert study.is_reachable == is_there
         wire.cut()
         study.tell(study.ask(SPACE.baseline), measured_alone(SPACE.baseline))
         for seconds in (21.0, 30.0, 70.0):
             clock.return_value = seconds
             study.catch_up(search.ledger)
-            assert not study.is_there
+            assert not study.is_reachable
         wire.mend()
         clock.return_value = 81.0
         study.catch_up(search.ledger)
-        assert study.is_there
+        assert study.is_reachable
 
 
 def test_a_wrong_password_is_an_error_that_does_not_show_it(server: postgresql.Server) -> None:

@@ -88,7 +88,7 @@ def test_the_latest_of_a_request_is_kept_and_what_cannot_be_read_is_left_out(url
     later = replace(found, reason="Measured once more.")
     for each in (found, later, replace(found, format=FORMAT + 1, fingerprint=fingerprint(option_trials="=4"))):
         shared.store_recommendation(url, each)
-    name = shared._name(found.fingerprint)
+    name = shared._study_name(found.fingerprint)
     set_attribute(url, name, "damaged", {"recommendation": "{"})
     set_attribute(url, name, "somebody-else-s", 3)
     assert len(attributes(url, name)) == 4
@@ -99,7 +99,7 @@ def test_the_latest_of_a_request_is_kept_and_what_cannot_be_read_is_left_out(url
 
 def test_the_latest_answer_comes_first_whatever_was_kept_first(url: str, found: Recommendation) -> None:
     others = [replace(found, reason=str(n), fingerprint=fingerprint(option_trials=f"={n}")) for n in (1, 2, 3)]
-    name = shared._name(found.fingerprint)
+    name = shared._study_name(found.fingerprint)
     for other, time in zip(others, ("2026-03-01", "2026-05-01", "2026-04-01"), strict=True):
         before = attributes(url, name)
         shared.store_recommendation(url, other)
@@ -119,7 +119,7 @@ def asked(url: str, folder: Path, now: Fingerprint, **options: Any) -> tuple[Rec
     request = replace(OPTIONS, storage=url, **options)
     there = StudyFolder(str(folder), "train")
     with there:
-        found = cache._shared_answer(source, request, there, progress, now)
+        found = cache._shared_recommendation(source, request, there, progress, now)
     return found, [call.args[0] for call in progress.note.call_args_list]
 
 
@@ -162,9 +162,9 @@ def test_what_asks_for_another_ranking_or_no_storage_is_not_answered_so(
     request: SearchOptions = replace(OPTIONS, **({"storage": url} | changes))
     now = fingerprint()
     there = StudyFolder(str(tmp_path), "train")
-    assert cache._shared_answer(Source("train.py:workload"), request, there, Mock(), now) is None
+    assert cache._shared_recommendation(Source("train.py:workload"), request, there, Mock(), now) is None
     unknown = replace(now, unknown=("a lambda",))
-    assert cache._shared_answer(Source("train.py:workload"), request, there, Mock(), unknown) is None
+    assert cache._shared_recommendation(Source("train.py:workload"), request, there, Mock(), unknown) is None
     assert not there.path.exists()
 
 

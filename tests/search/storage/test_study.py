@@ -276,7 +276,7 @@ def test_a_search_goes_on_without_a_storage_that_breaks(file: Path) -> None:
             connection.execute("DROP TABLE trial_user_attributes")
         connection.close()
         study.tell(asked, measured())
-        assert not study.is_there
+        assert not study.is_reachable
         without = study.ask(at("fp32", 16))
         assert (without.setting, without.trial) == (at("fp32", 16), None)
         study.tell(without, measured())
