@@ -24,7 +24,7 @@ from autotune_amp.report.files import update_report
 from autotune_amp.search.command import CommandSource
 from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.source import Source, live, target
+from autotune_amp.search.source import Source, live_source, target
 from autotune_amp.search.storage.cache import search
 
 if TYPE_CHECKING:
@@ -267,7 +267,9 @@ def _workload_source(workload: WorkloadArgument, caller: str, action: str) -> So
                 f"{workload!r} names no workload.",
                 f"{function} the command: `autotune-amp search -- {line}`, in Python CommandTemplate.of({line!r}).",
             )
-    return target(workload or DEFAULT_TARGET) if workload is None or isinstance(workload, str) else live(workload)
+    return (
+        target(workload or DEFAULT_TARGET) if workload is None or isinstance(workload, str) else live_source(workload)
+    )
 
 
 def _warn(text: str) -> None:

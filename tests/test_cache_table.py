@@ -60,7 +60,7 @@ def device(**changes):
 def searched(origin, options, progress, folder, settings, cached, fingerprint, *_, **__):
     raise LookupError(cached.fingerprint.differences(fingerprint))
 
-search.search_anew = searched
+search.run_search = searched
 for number, (folder, statement, call) in enumerate(json.loads(sys.stdin.read())):
     child = os.fork()
     if child:

@@ -14,7 +14,7 @@ from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.planner import IN_TIME, Budget
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
-from autotune_amp.search.source import OpenedWorkload, Source, message_of, open_workload
+from autotune_amp.search.source import OpenedWorkload, Source, failure_message, open_workload
 from autotune_amp.search.space import build_space
 from autotune_amp.trial.jobs import Check
 
@@ -55,7 +55,7 @@ def run_fidelity_check(
         return outcome
     assert isinstance(outcome, Failure)
     if outcome.kind == "workload_error":
-        raise WorkloadError(*message_of(outcome))
+        raise WorkloadError(*failure_message(outcome))
     return check.unchecked(outcome)
 
 

@@ -57,7 +57,7 @@ from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.planner import Budget
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
-from autotune_amp.search.source import OpenedWorkload, Source, loaded, message_of, open_workload
+from autotune_amp.search.source import OpenedWorkload, Source, failure_message, loaded_backend, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.step_profile.breakdown import (
@@ -366,7 +366,7 @@ def time_in_turns(
                 trial = msgspec.structs.replace(trial, **trial_limits(fp32[0]))
             outcome = _run_trial(backend, trial, next(numbers), progress)
             if isinstance(outcome, Failure) and outcome.kind == "workload_error" and precision == "fp32":
-                raise WorkloadError(*message_of(outcome))
+                raise WorkloadError(*failure_message(outcome))
             outcomes[precision].append(outcome)
     return outcomes
 

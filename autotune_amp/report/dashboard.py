@@ -11,7 +11,7 @@ from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.search.storage.database import connected
+from autotune_amp.search.storage.database import open_storage
 
 _HOST = "127.0.0.1"  # the dashboard has no password, so only this machine may connect
 
@@ -46,7 +46,7 @@ def open_dashboard(storage: str | Path, port: int) -> Iterator[DashboardServer]:
             f"The dashboard needs the package {error.name}, which is not installed.",
             "Run `pip install 'autotune_amp[dashboard]'`.",
         ) from error
-    with connected(storage) as database:
+    with open_storage(storage) as database:
         try:
             server = make_server(_HOST, port, wsgi(database), DashboardServer, _Handler)
         except OSError as error:

@@ -22,7 +22,7 @@ from autotune_amp.report.charts import (
     marker_trace,
 )
 from autotune_amp.search import loss_scales
-from autotune_amp.search.loss_scales import DEFAULT_PAIR, Pair, Scales, Uncalibrated
+from autotune_amp.search.loss_scales import DEFAULT_PAIR, MissingCalibration, Pair, Scales
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 
 _WHOLE, _MODEL = "whole gradient", "the model itself"
@@ -102,7 +102,7 @@ def chosen_calibration(recommendation: Recommendation, records: Sequence[Record]
             pair = found.best if scale is None else (scale.init_scale, scale.growth_interval)
             return Calibrated(found, pair, f"fp16 batch {key.batch_size}")
     for key, answer in known.items():
-        why = answer.reason if isinstance(answer, Uncalibrated) else answer.refusal
+        why = answer.reason if isinstance(answer, MissingCalibration) else answer.refusal
         return f"fp16 batch {key.batch_size} has no loss scale: {why}"
     everywhere = [e.reason for e in recommendation.excluded if e.precision == "fp16" and e.batch_size is None]
     why = everywhere[0].rstrip(".") if everywhere else "no fp16 setting was calibrated"

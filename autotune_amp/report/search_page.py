@@ -101,8 +101,8 @@ def unfinished_page(name: str, records: Sequence[Record]) -> str:
     `records` are those of the search, at least one.
     """
     ruled_out = (
-        *ranking.exclusions(ranking.found_fidelity(records)),
-        *loss_scales.exclusions(loss_scales.calibrated(records)),
+        *ranking.exclusions(ranking.fidelity_verdicts(records)),
+        *loss_scales.exclusions(loss_scales.calibration_results(records)),
     )
     checks = [record.outcome for record in records if isinstance(record.outcome, Fidelity)]
     trials = [record for record in records if is_trial(record)]

@@ -31,25 +31,25 @@ if TYPE_CHECKING:
     from autotune_amp.processes.standby import Standby
 
 
-MAX_SOURCES = 2000
-_GONE = "gone"
+MAX_SOURCES = 2000  # more files take too long to compare before every cached recommendation
+_GONE = "gone"  # digest of a recorded file that no longer exists
 
 
-def sources(arguments: Sequence[str]) -> list[Path]:
-    """Return the files that the text of a command leads to.
+def files_of_command(arguments: Sequence[str]) -> list[Path]:
+    """Return the files that can be found from the arguments of a command without running it.
 
     They are the files named in the arguments, in the text after ``-c`` and in shell scripts, and those that Python
-    files import. Other files that the command reads are known only once it has run.
+    files import, at every depth. Other files that the command reads are recorded by `OpenedFiles`.
     """
     values = [value for argument in arguments for value in (argument, argument.partition("=")[2]) if value]
     scripts = [word for flag, text in pairwise(arguments) if re.fullmatch(r"-\w*c", flag) for word in _words(text)]
-    found = dict.fromkeys(Path(value) for value in (*values, *scripts) if _is_file(value))
-    left = list(found)
-    while left and len(found) <= MAX_SOURCES:
-        new = [path for path in _named_in(left.pop()) if path not in found]
-        found |= dict.fromkeys(new)
-        left += new
-    return list(found)
+    files = dict.fromkeys(Path(value) for value in (*values, *scripts) if _is_file(value))
+    unread = list(files)
+    while unread and len(files) <= MAX_SOURCES:
+        new_files = [path for path in _named_in(unread.pop()) if path not in files]
+        files |= dict.fromkeys(new_files)
+        unread += new_files
+    return list(files)
 
 
 def _named_in(path: Path) -> Iterator[Path]:
@@ -80,22 +80,24 @@ def _is_file(value: str) -> bool:
 
 
 def fingerprint_parts(line: CommandTemplate) -> dict[str, str]:
-    """Return the parts of the fingerprint that follow from a command's text: its arguments, values and files."""
+    """Return the parts of a command's fingerprint that are known before it runs: its arguments, values and files."""
     parts = {"command": f"={shlex.join(line.arguments)}"}
     parts |= {f"--value {name}": f"={word}" for name, word in line.values.items()}
-    return parts | {f"file {file}": file_digest(file) for file in (*sources(line.arguments), *map(Path, line.files))}
+    return parts | {
+        f"file {file}": file_digest(file) for file in (*files_of_command(line.arguments), *map(Path, line.files))
+    }
 
 
 class OpenedFiles:
     """Record of the files of code and settings that trials read, with the digest of each when it was first read.
 
-    Unchanged files add nothing to the digest of a fingerprint, so that a search resumes under the same name although
-    the files become known only in its trials. The record is kept in a file of the study's folder.
+    Unchanged files are not part of a fingerprint's digest, so that a search keeps its ID although these files become
+    known only in its trials. The record is kept in a file of the study's folder.
     """
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
-        self._now: dict[str, str] = {}  # as this search found them: at its start, or when a trial read one first
+        self._now: dict[str, str] = {}  # digests at the start of this search, or when a trial first read the file
         self._path: Path | None = None
 
     def keep_in(self, path: Path) -> None:
@@ -114,19 +116,19 @@ class OpenedFiles:
         self._now = {path: file_digest(path) if _is_file(path) else _GONE for path in self._first}
 
     def add(self, paths: Iterable[str]) -> None:
-        """Record the files that a trial read, unless they are known."""
+        """Record the files that a trial read and that are not recorded yet."""
         new = {path: file_digest(path) for path in paths if path not in self._first and _is_file(path)}
         if new and self._path is not None:
             self._first |= new
             self._now |= new
             write_atomically(self._path, json.dumps(self._first, indent=1))
 
-    def parts(self, known: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the digests of the recorded files by label, and those among them that changed before this search.
+    def parts(self, excluded: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the digests of the recorded files by label, and of those that changed before this search.
 
-        Files in `known`, which the fingerprint has already, are left out.
+        Files in `excluded`, which the fingerprint contains already, are left out.
         """
-        real = {os.path.realpath(each) for each in known}
+        real = {os.path.realpath(each) for each in excluded}
         now = {path: digest for path, digest in self._now.items() if path not in real}
         changed = {_label(path): each for path, each in now.items() if each != self._first[path]}
         return {_label(path): each for path, each in now.items()}, changed
@@ -153,7 +155,7 @@ class CommandSource(Source):
 
     @property
     def command_template(self) -> CommandTemplate:
-        """Return the command's template, including the placeholders found in it once the command was observed."""
+        """Return the command's template, with the placeholders that were added after its first run."""
         return self.command.line
 
     @cached_property
@@ -188,7 +190,7 @@ class CommandSource(Source):
         return CommandBackend(self.command, super().backend(watcher, isolation, environment), watcher, environment)
 
     def keep_in(self, folder: Path) -> None:
-        """Use the study's folder: files that trials leave move to a subfolder, files that they read are recorded in it.
+        """Move files that trials write to a subfolder of `folder`, and record there the files that they read.
 
         Raises `FormatError` if the record is damaged.
         """
@@ -201,17 +203,15 @@ class CommandSource(Source):
     def fingerprint_by_child(
         self, options: dict[str, Any], identity: DeviceIdentity, backend: Backend, state: dict[str, Any]
     ) -> Fingerprint:
-        """Return the fingerprint, including the command and the files that it names, imports or was seen to read."""
-        found = super().fingerprint_by_child(options, identity, backend, state)
+        """Return the fingerprint, including the command and the files that it names, imports or has read."""
+        base = super().fingerprint_by_child(options, identity, backend, state)
         parts = fingerprint_parts(self._line)
         opened, changed = self._opened.parts(_files(parts))
-        digest = hashlib.sha256(repr((found.digest, sorted({**parts, **changed}.items()))).encode()).hexdigest()
-        return _with_unknown(
-            Fingerprint(digest=digest, parts={**found.parts, **parts, **opened}, unknown=found.unknown)
-        )
+        digest = hashlib.sha256(repr((base.digest, sorted({**parts, **changed}.items()))).encode()).hexdigest()
+        return _with_unknown(Fingerprint(digest=digest, parts={**base.parts, **parts, **opened}, unknown=base.unknown))
 
     def with_opened(self, fingerprint: Fingerprint) -> Fingerprint:
-        """Return the fingerprint with the files that trials read as further parts."""
+        """Return the fingerprint with the files that trials have read as further parts."""
         opened, _ = self._opened.parts(_files(fingerprint.parts))
         return _with_unknown(msgspec.structs.replace(fingerprint, parts={**fingerprint.parts, **opened}))
 
@@ -221,7 +221,7 @@ def _files(parts: Iterable[str]) -> list[str]:
 
 
 def _with_unknown(fingerprint: Fingerprint) -> Fingerprint:
-    """Return the fingerprint, marked as not comparable if it has too many files to read for every cached answer."""
+    """Return the fingerprint, marked as unknown if it has more than `MAX_SOURCES` files."""
     if len(_files(fingerprint.parts)) <= MAX_SOURCES:
         return fingerprint
     unknown = f"the command reads more than {MAX_SOURCES} files of code and settings"

@@ -14,58 +14,64 @@ from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.ranking import PLATEAU, SettingRuns, confirm_runs
 from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
 
-MOST_ROUNDS_FORESEEN = 100
+MAX_PREDICTED_ROUNDS = 100
 
 
-def gain_interval(ledger: Ledger, ours: SettingRuns, today: SettingRuns) -> tuple[float, float]:
-    """Return the 95 % interval of a setting's speed-up over the baseline `today`; (0, infinity) if it is unknown."""
-    interval = speedup(ours, today, ledger.records)[1] if ours.measurements else None
+def gain_interval(ledger: Ledger, candidate: SettingRuns, baseline: SettingRuns) -> tuple[float, float]:
+    """Return the 95 % interval of a setting's speed-up over the baseline; (0, infinity) if it is unknown."""
+    interval = speedup(candidate, baseline, ledger.records)[1] if candidate.measurements else None
     if interval is not None:
         return interval
     # On several slots, trials that ran beside others are compared with each other.
-    ones, others = (ledger.measurements.get(runs.candidate, []) for runs in (ours, today))
-    if not ones or not others:
+    measurements, baseline_measurements = (
+        ledger.measurements.get(runs.candidate, []) for runs in (candidate, baseline)
+    )
+    if not measurements or not baseline_measurements:
         return 0.0, math.inf
     return unpaired_ratio_interval([m.samples_per_second for m in ones], [m.samples_per_second for m in others])
 
 
-def unsettled(ledger: Ledger, chosen: Shortlist, environment: Mapping[str, str]) -> tuple[float, int] | None:
-    """Return the gain over the baseline that more confirmation rounds may establish, and the predicted number of those
-    rounds; None once the comparison is settled.
+def gain_and_rounds_to_settle(
+    ledger: Ledger, shortlist: Shortlist, environment: Mapping[str, str]
+) -> tuple[float, int] | None:
+    """Return the relative gain that further confirmation rounds may prove, and their predicted number; None if decided.
 
-    It is settled once enough processes measured the contenders and the baseline, and the fastest contender is either
-    surely faster or not worth a change. The interval of a mean narrows with the root of the number of rounds.
+    The comparison is decided once enough processes measured the contenders and the baseline, and the fastest contender
+    is either significantly faster or within 3 % of the baseline. The interval of a mean narrows with the square root of
+    the number of rounds.
     """
-    today = confirm_runs(ledger.records, chosen.baseline, {})
-    ours = {c: confirm_runs(ledger.records, c, environment) for c in chosen[:2] if c is not None}
-    running = [today, *(runs for c, runs in ours.items() if c == chosen.winner or runs.num_confirming)]
-    if any(runs.num_confirming < MIN_PROCESSES and runs.candidate not in ledger.failures for runs in running):
+    baseline = confirm_runs(ledger.records, shortlist.baseline, {})
+    contenders = {c: confirm_runs(ledger.records, c, environment) for c in shortlist[:2] if c is not None}
+    needed_runs = [baseline, *(runs for c, runs in contenders.items() if c == shortlist.winner or runs.num_confirming)]
+    if any(runs.num_confirming < MIN_PROCESSES and runs.candidate not in ledger.failures for runs in needed_runs):
         return math.inf, 1
-    measured = [runs for runs in ours.values() if runs.measurements and runs != today]
-    if not today.measurements or not measured:
+    candidates = [runs for runs in contenders.values() if runs.measurements and runs != baseline]
+    if not baseline.measurements or not candidates:
         return None
-    fastest = max(measured, key=lambda runs: runs.speed)
-    ratio, (low, _) = fastest.speed / today.speed, gain_interval(ledger, fastest, today)
+    fastest = max(candidates, key=lambda runs: runs.speed)
+    ratio, (low, _) = fastest.speed / baseline.speed, gain_interval(ledger, fastest, baseline)
     if ratio < 1 + PLATEAU or low > 1:
         return None
-    num_rounds = min(fastest.num_confirming, today.num_confirming)
-    half = math.inf if low == 0 else math.log(ratio / low) * math.sqrt(num_rounds) / t_quantile(max(1, num_rounds - 1))
-    num_more = 1
-    while num_more < MOST_ROUNDS_FORESEEN:
-        num = num_rounds + num_more
-        if half * t_quantile(num - 1) / math.sqrt(num) < math.log(ratio):
+    num_rounds = min(fastest.num_confirming, baseline.num_confirming)
+    half_width = (
+        math.inf if low == 0 else math.log(ratio / low) * math.sqrt(num_rounds) / t_quantile(max(1, num_rounds - 1))
+    )
+    num_more_rounds = 1
+    while num_more_rounds < MAX_PREDICTED_ROUNDS:
+        num = num_rounds + num_more_rounds
+        if half_width * t_quantile(num - 1) / math.sqrt(num) < math.log(ratio):
             break
-        num_more += 1
-    return ratio - 1, num_more
+        num_more_rounds += 1
+    return ratio - 1, num_more_rounds
 
 
 def speedup(
     chosen: SettingRuns, baseline: SettingRuns, records: Sequence[Record]
 ) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the ratio of the median speeds and the interval of the mean ratio.
+    """Return the ratio of the median speeds, and the 95 % interval of the mean ratio.
 
-    They are taken over the rounds in which both ran, or without such a round over the processes of both. Both are None
-    if the two cannot be compared.
+    The interval is over the rounds in which both ran or, without such a round, over the processes of both. Both results
+    are None if the two cannot be compared.
     """
     if not baseline.measurements:
         return None, None
@@ -84,42 +90,44 @@ def speedup(
 def _ratio_in_rounds(
     chosen: SettingRuns, baseline: SettingRuns, records: Sequence[Record]
 ) -> tuple[float, float] | None:
-    """Return the interval of the ratio in rounds that both were run in, or None without such a round.
+    """Return the interval of the ratio over the rounds in which both ran, or None without such a round.
 
     Other settings that ran in these rounds contribute to the estimate of the ratio's spread.
     """
-    ours, theirs = (dict(zip(runs.rounds, runs.speeds, strict=False)) for runs in (chosen, baseline))
-    shared = sorted(ours.keys() & theirs.keys())
+    chosen_speeds, baseline_speeds = (dict(zip(runs.rounds, runs.speeds, strict=False)) for runs in (chosen, baseline))
+    shared = sorted(chosen_speeds.keys() & baseline_speeds.keys())
     if not shared:
         return None
     others: dict[Setting, list[float]] = {}
-    for record in ranking.counted(records):
-        setting, found = record.candidate, record.outcome
+    for record in ranking.without_lost_rounds(records):
+        setting, outcome = record.candidate, record.outcome
         is_other = record.purpose == "confirm" and setting not in (chosen.candidate, baseline.candidate)
-        if is_other and isinstance(found, Measurement) and record.round in theirs:
-            others.setdefault(setting, []).append(found.samples_per_second / theirs[record.round])
-    return ratio_interval([ours[r] for r in shared], [theirs[r] for r in shared], list(others.values()))
+        if is_other and isinstance(outcome, Measurement) and record.round in baseline_speeds:
+            others.setdefault(setting, []).append(outcome.samples_per_second / baseline_speeds[record.round])
+    return ratio_interval(
+        [chosen_speeds[r] for r in shared], [baseline_speeds[r] for r in shared], list(others.values())
+    )
 
 
-def other_processes(records: Sequence[Record], *known: SettingRuns) -> list[list[float]]:
-    """Return the samples per second of each other setting's processes, which show how much processes differ.
+def other_process_speeds(records: Sequence[Record], *excluded: SettingRuns) -> list[list[float]]:
+    """Return the samples per second of the processes of each setting but the `excluded`, to estimate their spread.
 
-    `known` are left out. Confirmed settings count, and trials that the search repeated: they ran on the same machine,
-    and further apart in time, so that they include changes of its speed between minutes. Settings confirmed in shared
-    processes are left out, since their spread is not that between processes.
+    Confirmed settings count, and trials that the search repeated: they ran on the same machine at different times, and
+    so include changes of its speed. Settings confirmed in shared processes are left out, since their spread is not that
+    between processes.
     """
     are_shared = ranking.were_processes_shared(records)
     groups: dict[tuple[Setting, Purpose, tuple[tuple[str, str], ...]], list[float]] = {}
     for record in records:
-        found = record.outcome
-        if not isinstance(found, Measurement):
+        outcome = record.outcome
+        if not isinstance(outcome, Measurement):
             continue
-        is_timed_well = record.purpose == "search" and found.num_steps >= NUM_STEPS_BEFORE_CUT  # beyond its warm-up
+        is_timed_well = record.purpose == "search" and outcome.num_steps >= NUM_STEPS_BEFORE_CUT  # beyond its warm-up
         if is_timed_well or (record.purpose == "confirm" and not are_shared):
             key = record.candidate, record.purpose, tuple(sorted(record.environment.items()))
-            groups.setdefault(key, []).append(found.samples_per_second)
+            groups.setdefault(key, []).append(outcome.samples_per_second)
     others = list(groups.values())
-    for runs in known:
+    for runs in excluded:
         if runs.speeds in others:
             others.remove(runs.speeds)
     return others

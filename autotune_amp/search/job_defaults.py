@@ -12,18 +12,18 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
-from autotune_amp.search.space import HOPELESS
+from autotune_amp.search.space import HOPELESS_SLOWDOWN
 from autotune_amp.trial.jobs import Check, CheckKind, Trial
 
 
 class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that all jobs of one search have in common.
 
-    `environment` are the recommended environment variables. A fresh process takes `ready_seconds` until it has imported
-    the workload. `max_trials` is the limit for the whole search, None for no limit. `like` is the best setting known
-    for the same code but another request, or None. `are_trials_fresh`: each trial runs in a process of its own from its
-    start, as a command does, and counts as a confirmation. `loads_together`: the processes of the confirmation rounds
-    are loaded at the same time.
+    `environment` are the recommended environment variables, and `ready_seconds` the time from starting a process until
+    it has imported the workload. `max_trials` limits the whole search, None for no limit. `similar_best` is the best
+    setting of an earlier search for the same code with other options, or None. `are_trials_fresh`: each trial starts a
+    process of its own, as a command does, and counts as a confirmation. `loads_together`: the processes of the
+    confirmation rounds load at the same time.
     """
 
     hardware: Hardware
@@ -34,7 +34,7 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     ready_seconds: float = 0.0
     max_trials: int | None = None
-    like: Setting | None = None
+    similar_best: Setting | None = None
     are_trials_fresh: bool = False
     loads_together: bool = False
 
@@ -52,20 +52,19 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
     def shares_processes(self) -> bool:
         """Whether the runs of a confirmation round share a process.
 
-        Those of a command do not, nor those on a CPU, where the state of the heap is part of the measurement. On an
-        accelerator the allocator's cache is emptied between runs, and no recommended variables require separate
-        environments.
+        Runs of a command do not, nor runs on a CPU, where the state of the heap affects the measurement. On an
+        accelerator the allocator's cache is emptied between runs, and no recommended variables need another process.
         """
         return self.hardware.device != "cpu" and not self.are_trials_fresh
 
     @property
     def num_cpus(self) -> int:
-        """Return the number of CPUs for each rank."""
+        """Return the number of CPU cores for each rank."""
         return max(1, self.hardware.identity.num_cpus // self.description.num_ranks)
 
     @property
-    def may_add_workers(self) -> bool:
-        """Whether the user's data loader can be tried with more worker processes."""
+    def has_cpus_for_more_workers(self) -> bool:
+        """Whether the user's data loader has fewer worker processes than each rank has CPUs."""
         num_workers = self.description.num_workers
         return num_workers is not None and num_workers < self.num_cpus
 
@@ -90,9 +89,9 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check(self, what: CheckKind, setting: Setting, seconds: float) -> Check:
-        """Return a check of `setting`, with a deadline of `seconds`.
+        """Return a check of the kind `what` for `setting`, with a deadline of `seconds`.
 
-        It runs with the setting's pinned modules, or looks for modules to pin if it has none.
+        It runs with the setting's pinned modules or, if there are none, searches for modules to pin.
         """
         return Check(
             what=what,
@@ -108,8 +107,8 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_hopeless(hardware: Hardware, precision: Precision) -> bool:
-    """Whether the probe found an emulated precision's matrix products more than `HOPELESS` times slower than fp32's."""
+    """Whether a precision is emulated and its matrix products are `HOPELESS_SLOWDOWN` times slower than fp32's."""
     capability, reference = hardware.precisions[precision], hardware.precisions.get("fp32")
     if capability.level != "emulated" or reference is None or reference.matmul_flops_per_second is None:
         return False
-    return HOPELESS * (capability.matmul_flops_per_second or 0.0) < reference.matmul_flops_per_second
+    return HOPELESS_SLOWDOWN * (capability.matmul_flops_per_second or 0.0) < reference.matmul_flops_per_second

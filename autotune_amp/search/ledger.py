@@ -1,4 +1,4 @@
-"""Ledger: all records of a search, with the questions that stages ask about them."""
+"""Ledger: all records of a search, and the values that its stages derive from them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking
-from autotune_amp.search.loss_scales import Answer, Pair
+from autotune_amp.search.loss_scales import CalibrationResult, Pair
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 from autotune_amp.search.ranking import Merit, contenders, is_worth_a_change, least_speed, merit, rank_for
-from autotune_amp.search.space import HOPELESS, Space, excluded_by_outcomes, with_accumulation_checked
+from autotune_amp.search.space import HOPELESS_SLOWDOWN, Space, excluded_by_outcomes, with_accumulation_checked
 
-RIVAL = 0.10  # a rival within 10 % may overtake the winner in the confirmation: processes differ by a few percent
-# A smaller share is nearly useless, and dividing by it would distort comparisons with other settings.
+# a rival within 10 % may overtake the winner in the confirmation: processes differ by a few percent
+RIVAL_MARGIN = 0.10
+# Lower bounds of the share of samples that reach the optimizer, and of a step spent computing: a smaller share is
+# nearly useless, and dividing by it would distort comparisons with other settings.
 LEAST_APPLIED_SHARE, LEAST_COMPUTING_SHARE = 0.1, 0.05
 LOSS_SCALE = LossScale()  # fp16 is tried with it before its own is calibrated
 
@@ -38,8 +40,8 @@ class Shortlist(NamedTuple):
 class Ledger:
     """All records of one search over `space`, append-only. `write` saves each record before any decision depends on it.
 
-    Derived values are cached until the next record. Loss scales are judged over `num_steps` optimizer steps. A setting
-    may be recommended if it was measured and no check speaks against it.
+    Derived values are cached until the next record. Loss scales are compared over `num_steps` optimizer steps. A
+    setting may be recommended if it was measured and no check rules it out.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Ledger:
         self.objective = objective
         self.search_id = search_id
         self.records = tuple(records)
-        self.scales: dict[Setting, Answer] = loss_scales.calibrated(records, num_steps)
+        self.scales: dict[Setting, CalibrationResult] = loss_scales.calibration_results(records, num_steps)
         self._whole_space = space
         self.num_steps = num_steps
         self._write = write
@@ -67,55 +69,56 @@ class Ledger:
         """Return the ledger without expected records; itself if it has none."""
         return self._actual or self
 
-    def expecting(self, records: Sequence[Record], scales: Mapping[Setting, Answer], *, num_awaited: int = 0) -> Ledger:
-        """Return a copy that also holds the `records` and loss `scales` that running jobs are expected to bring; see
-        `pending`.
+    def with_expected(
+        self, records: Sequence[Record], scales: Mapping[Setting, CalibrationResult], *, num_awaited: int = 0
+    ) -> Ledger:
+        """Return a copy with predicted `records` and loss `scales` of running jobs; see `stages.pending`.
 
-        The copy is never appended to. `num_awaited` is the number of running trials that nothing is expected of.
+        The copy is never appended to. `num_awaited` is the number of running trials without a predicted record.
         """
         expected = copy.copy(self)
         expected.num_awaited = num_awaited
         expected.records, expected.scales = (*self.records, *records), {**self.scales, **scales}
         expected._actual = self
-        expected._forget()
+        expected._clear_derived_values()
         return expected
 
     def append(self, record: Record) -> None:
-        """Write a record to the log and add it to the ledger."""
+        """Save a record with `write` and add it to the ledger."""
         self._write(record)
         self.records = (*self.records, record)
-        self._forget()
+        self._clear_derived_values()
         if record.purpose == "calibration":
-            self.scales[record.candidate.scaling] = loss_scales.answer(
+            self.scales[record.candidate.scaling] = loss_scales.calibration_result(
                 record, self.num_steps, is_loss_sum=self.is_loss_sum
             )
 
     def with_only(self, records: Sequence[Record]) -> Ledger:
         """Return a ledger with only these records, and the loss scales calibrated in them."""
-        before = Ledger(self._whole_space, objective=self.objective, num_steps=self.num_steps)
-        before.records = tuple(records)
+        ledger = Ledger(self._whole_space, objective=self.objective, num_steps=self.num_steps)
+        ledger.records = tuple(records)
         calibrated = {r.candidate.scaling for r in records if r.purpose == "calibration"}
-        before.scales = {key: scales for key, scales in self.scales.items() if key in calibrated}
-        return before
+        ledger.scales = {key: scales for key, scales in self.scales.items() if key in calibrated}
+        return ledger
 
-    def _forget(self) -> None:
+    def _clear_derived_values(self) -> None:
+        """Delete the cached values, which follow from the records."""
         for name, value in vars(Ledger).items():
             if isinstance(value, cached_property):
                 self.__dict__.pop(name, None)
 
     @cached_property
     def space(self) -> Space:
-        """Return the search space, without accumulating settings if a check did not show that accumulated gradients
-        equal those of the whole batch.
+        """Return the search space, without settings that accumulate gradients if the accumulation check failed.
 
-        Raises `InvalidRequestError` if nothing is left without them.
+        Raises `InvalidRequestError` if no setting is left.
         """
         return with_accumulation_checked(self._whole_space, self.accumulation)
 
     @cached_property
     def accumulation(self) -> Accumulation | None:
-        """Return the result of the accumulation check, or None if there was none."""
-        return ranking.found_accumulation(self.records)
+        """Return the result of the accumulation check, or None if it was not run."""
+        return ranking.accumulation_result(self.records)
 
     @property
     def is_loss_sum(self) -> bool:
@@ -123,18 +126,18 @@ class Ledger:
         return self.accumulation is not None and self.accumulation.verdict == "sum"
 
     @property
-    def may_add_accumulation(self) -> bool:
-        """Whether settings may accumulate more than the baseline: it is not withheld and was found to be exact."""
-        found = self.accumulation
-        return self.space.accumulation_withheld is None and found is not None and found.is_exact
+    def is_accumulation_allowed(self) -> bool:
+        """Whether settings may accumulate more than the baseline: it is not withheld, and the check found it exact."""
+        accumulation = self.accumulation
+        return self.space.accumulation_withheld is None and accumulation is not None and accumulation.is_exact
 
     @cached_property
     def fidelity(self) -> dict[Setting, Fidelity]:
         """Return the results of the fidelity checks against fp32, by `ranking.check_key`."""
-        return ranking.found_fidelity(self.records)
+        return ranking.fidelity_verdicts(self.records)
 
     def verdict(self, setting: Setting) -> Fidelity | None:
-        """Return the verdict on a setting, *unchecked* if no check was made; None for fp32 itself."""
+        """Return the fidelity verdict on a setting, *unchecked* without a check; None for fp32 itself."""
         return ranking.verdict_on(setting, self.space, self.fidelity)
 
     @cached_property
@@ -144,32 +147,36 @@ class Ledger:
 
     @cached_property
     def counted_trials(self) -> list[Record]:
-        """Return the trials that count for their setting: all but a first crash."""
+        """Return the trials without the first crash of each setting, which is run again."""
         return ranking.without_first_crashes(self.trials)
 
     @property
     def num_failures(self) -> int:
-        """Return the number of failed trials, without processes that failed while loading and without outlooks, which
-        go on until a batch no longer fits.
+        """Return the number of failed trials.
+
+        Left out are processes that failed while loading, trials on one rank, and larger batches, which are doubled
+        until one no longer fits in memory.
         """
-        failed = [r.purpose for r in self.trials if isinstance(r.outcome, Failure) and not r.outcome.is_loading]
-        return sum(purpose not in ("one_rank", "outlook") for purpose in failed)
+        purposes = [r.purpose for r in self.trials if isinstance(r.outcome, Failure) and not r.outcome.is_loading]
+        return sum(purpose not in ("one_rank", "outlook") for purpose in purposes)
 
     @cached_property
     def failures(self) -> dict[Setting, Failure]:
-        """Return the first failure that speaks against each setting."""
+        """Return the first failure that counts for each setting; see `ranking.failures`."""
         return ranking.failures(self.records)
 
     @cached_property
     def outcomes(self) -> dict[Setting, Outcome]:
-        """Return, for each setting tried before the confirmation, its decisive failure, else its last measurement."""
-        known = [r for r in self.records if r.purpose in ranking.BEFORE_CONFIRMATION]
-        measured: dict[Setting, Outcome] = {r.candidate: r.outcome for r in known if isinstance(r.outcome, Measurement)}
-        return measured | dict(ranking.failures(known))
+        """Return, for each setting tried before the confirmation, its failure, else its last measurement."""
+        records = [r for r in self.records if r.purpose in ranking.BEFORE_CONFIRMATION]
+        measured: dict[Setting, Outcome] = {
+            r.candidate: r.outcome for r in records if isinstance(r.outcome, Measurement)
+        }
+        return measured | dict(ranking.failures(records))
 
     @property
     def ordinary_outcomes(self) -> dict[Setting, Outcome]:
-        """Return the `outcomes` of the baseline and of ordinary settings, on which pins or workers have no effect."""
+        """Return the `outcomes` of the baseline and of ordinary settings (no pinned modules, no other workers)."""
         return {c: o for c, o in self.outcomes.items() if c.is_ordinary or c == self.space.baseline}
 
     @cached_property
@@ -184,42 +191,46 @@ class Ledger:
     @cached_property
     def best(self) -> Record | None:
         """Return the record of the fastest trial so far of a setting that may be recommended, or None."""
-        if self._actual is not None:  # an expected check may rule out a sound setting
+        if self._actual is not None:  # ignore predicted records, which may rule out a faithful setting
             return self._actual.best
-        allowed = [(outcome.samples_per_second, r) for r, outcome in self._choices if r.candidate in self.merits]
+        allowed = [
+            (outcome.samples_per_second, r) for r, outcome in self._records_in_space if r.candidate in self.merits
+        ]
         return max(allowed, key=lambda pair: pair[0])[1] if allowed else None
 
     @cached_property
     def measurements(self) -> dict[Setting, list[Measurement]]:
         """Return the measurements before the confirmation, for any purpose, of settings that never failed."""
-        found: dict[Setting, list[Measurement]] = {}
-        for record, outcome in self._choices:
+        measurements: dict[Setting, list[Measurement]] = {}
+        for record, outcome in self._records_in_space:
             if record.candidate not in self.failures:
-                found.setdefault(record.candidate, []).append(outcome)
-        return found
+                measurements.setdefault(record.candidate, []).append(outcome)
+        return measurements
 
     def throughputs(self, *, without_waiting: bool = False) -> dict[Setting, list[float]]:
-        """Return the throughput of each process of every setting that may lead, by setting; more is better.
+        """Return the throughput of each process, for every setting that may be recommended; more is better.
 
         The unit is samples that reach the optimizer per second or, for the objective energy, per joule. With
-        `without_waiting` the share of a step that waited for data is taken out.
+        `without_waiting` the time that a step waited for data is subtracted.
         """
-        leading = {c: ours for c, ours in self.measurements.items() if self.may_lead(c)}
-        has_joules = all(m.joules_per_sample for ours in leading.values() for m in ours)
+        leading = {c: measurements for c, measurements in self.measurements.items() if self.is_recommendable(c)}
+        has_joules = all(m.joules_per_sample for measurements in leading.values() for m in measurements)
 
-        def throughput(found: Measurement) -> float:
-            if self.objective == "energy" and has_joules and found.joules_per_sample:
-                return 1 / found.joules_per_sample
-            computing_share = max(LEAST_COMPUTING_SHARE, 1 - ranking.data_share(found)) if without_waiting else 1.0
-            return found.samples_per_second / computing_share
+        def throughput(measurement: Measurement) -> float:
+            if self.objective == "energy" and has_joules and measurement.joules_per_sample:
+                return 1 / measurement.joules_per_sample
+            computing_share = (
+                max(LEAST_COMPUTING_SHARE, 1 - ranking.data_share(measurement)) if without_waiting else 1.0
+            )
+            return measurement.samples_per_second / computing_share
 
         shares = {c: max(LEAST_APPLIED_SHARE, self.applied_share(c)) for c in leading}
-        return {c: [shares[c] * throughput(m) for m in ours] for c, ours in leading.items()}
+        return {c: [shares[c] * throughput(m) for m in measurements] for c, measurements in leading.items()}
 
     @cached_property
-    def measured(self) -> dict[Setting, Merit]:
-        """Return the merits of the measured settings, counting samples that the loss scaler skips too."""
-        return {c: merit(ours) for c, ours in self.measurements.items()}
+    def measured_merits(self) -> dict[Setting, Merit]:
+        """Return the merits of all measured settings, including samples of steps that the loss scaler skipped."""
+        return {c: merit(measurements) for c, measurements in self.measurements.items()}
 
     @cached_property
     def ruled_out(self) -> dict[Setting, str]:
@@ -227,103 +238,110 @@ class Ledger:
 
         For the baseline the reason is a warning: it may be kept all the same.
         """
-        return {c: harm for c in self.measurements if (harm := self._harm(c)) is not None}
+        return {c: reason for c in self.measurements if (reason := self._reason_against(c)) is not None}
 
     @cached_property
     def merits(self) -> dict[Setting, Merit]:
-        """Return the merits of the settings that may be recommended, counting samples that reach the optimizer.
+        """Return the merits of the settings that may be recommended, counting only samples that reach the optimizer.
 
         The baseline is always among them. For uncalibrated fp16 all samples are assumed to reach the optimizer.
         """
-        today = self.space.baseline
-        allowed = {c: ours for c, ours in self.measurements.items() if c == today or c not in self.ruled_out}
-        return {c: merit(ours, self.applied_share(c)) for c, ours in allowed.items()}
+        baseline = self.space.baseline
+        allowed = {
+            c: measurements for c, measurements in self.measurements.items() if c == baseline or c not in self.ruled_out
+        }
+        return {c: merit(measurements, self.applied_share(c)) for c, measurements in allowed.items()}
 
     @cached_property
     def speeds(self) -> dict[Setting, float]:
         """Return the samples per second that reach the optimizer, for each setting that may be recommended."""
-        return {c: found.samples_per_second for c, found in self.merits.items()}
+        return {c: merit.samples_per_second for c, merit in self.merits.items()}
 
     @cached_property
     def pending_tiers(self) -> dict[Setting, int]:
-        """Return the tiers of recommendable settings, counting a setting that awaits its check as faithful."""
+        """Return the tiers of recommendable settings during the checks: an unchecked one counts as faithful."""
         return {c: self._tier(c, self.fidelity.get(ranking.check_key(c))) for c in self.merits}
 
     @cached_property
     def tiers(self) -> dict[Setting, int]:
-        """Return the tiers of recommendable settings after the checks: one without a check is *unchecked*."""
+        """Return the tiers of recommendable settings after all checks: one without a check is *unchecked*."""
         return {c: self._tier(c, self.verdict(c)) for c in self.merits}
 
-    def _tier(self, setting: Setting, found: Fidelity | None) -> int:
-        return ranking.LAST_TIER if setting in self.ruled_out else ranking.tier(found)
+    def _tier(self, setting: Setting, fidelity: Fidelity | None) -> int:
+        return ranking.LAST_TIER if setting in self.ruled_out else ranking.tier(fidelity)
 
     @cached_property
     def shortlist(self) -> Shortlist | None:
-        """Return the settings to confirm while checks are still to come, or None if nothing may be recommended."""
+        """Return the settings to confirm before all checks have run, or None if nothing may be recommended."""
         return self.shortlist_for(self.objective, self.pending_tiers)
 
     @cached_property
     def final_shortlist(self) -> Shortlist | None:
-        """Return the settings to confirm once the checks are over, or None if nothing may be recommended."""
+        """Return the settings to confirm after all checks, or None if nothing may be recommended."""
         return self.shortlist_for(self.objective, self.tiers)
 
     def shortlist_for(self, objective: Objective, tiers: dict[Setting, int]) -> Shortlist | None:
         """Return the winner and a runner-up for `objective`, given the settings' `tiers`; None if nothing may be
         recommended.
 
-        The baseline is the winner if no setting is worth changing for. The runner-up is, for speed, the fastest other
+        The baseline is the winner if no setting improves enough on it. The runner-up is, for speed, the fastest other
         setting within 10 % of the fastest, else the next in rank; it is from a later tier only if no others are left.
         """
         if not self.merits:
             return None
-        baseline, today = self.space.baseline, self.measured.get(self.space.baseline)
-        ranked = rank_for(objective, self.merits, least_speed=least_speed(objective, today), tiers=tiers)
+        baseline, baseline_merit = self.space.baseline, self.measured_merits.get(self.space.baseline)
+        ranked = rank_for(objective, self.merits, least_speed=least_speed(objective, baseline_merit), tiers=tiers)
         winner = ranked[0]
-        if today is not None:
-            known = contenders(self.merits, tiers, baseline)
-            worth = (c for c in ranked if c in known and is_worth_a_change(objective, known[c], today))
-            winner = next(worth, baseline)
+        if baseline_merit is not None:
+            candidates = contenders(self.merits, tiers, baseline)
+            improvements = (
+                c for c in ranked if c in candidates and is_worth_a_change(objective, candidates[c], baseline_merit)
+            )
+            winner = next(improvements, baseline)
         others = [c for c in ranked if c != winner and not c.as_found]
-        least = max(ranking.UNDECIDED_TIER, min((tiers[c] for c in others), default=0))
-        sound = [c for c in others if tiers[c] <= least]
-        fastest = max(speed for c, speed in self.speeds.items() if c == winner or c in sound)
-        rivals = [c for c in sound if objective == "speed" and self.speeds[c] >= (1 - RIVAL) * fastest]
-        runner_up = max(rivals, key=lambda c: self.speeds[c]) if rivals else next(iter(sound), None)
+        last_tier = max(ranking.UNDECIDED_TIER, min((tiers[c] for c in others), default=0))
+        sound_settings = [c for c in others if tiers[c] <= last_tier]
+        fastest = max(speed for c, speed in self.speeds.items() if c == winner or c in sound_settings)
+        rivals = [c for c in sound_settings if objective == "speed" and self.speeds[c] >= (1 - RIVAL_MARGIN) * fastest]
+        runner_up = max(rivals, key=lambda c: self.speeds[c]) if rivals else next(iter(sound_settings), None)
         return Shortlist(winner, runner_up, baseline)
 
-    def may_win(self, chosen: Shortlist) -> list[Setting]:
+    def possible_winners(self, shortlist: Shortlist) -> list[Setting]:
         """Return the winner, and the runner-up if it is near enough to overtake the winner in the confirmation."""
-        speeds = {c: self.measured[c].samples_per_second for c in chosen[:2] if c in self.measured}
-        share = 1 - RIVAL if self.objective == "speed" else 1 / HOPELESS
-        least = share * speeds.get(chosen.winner, 0.0)
-        return [c for c in chosen[:2] if c is not None and (c == chosen.winner or speeds.get(c, math.inf) >= least)]
+        speeds = {c: self.measured_merits[c].samples_per_second for c in shortlist[:2] if c in self.measured_merits}
+        share = 1 - RIVAL_MARGIN if self.objective == "speed" else 1 / HOPELESS_SLOWDOWN
+        least_speed_of_rival = share * speeds.get(shortlist.winner, 0.0)
+        return [
+            c
+            for c in shortlist[:2]
+            if c is not None and (c == shortlist.winner or speeds.get(c, math.inf) >= least_speed_of_rival)
+        ]
 
     def applied_share(self, setting: Setting) -> float:
-        """Return the share of gradients that reach the optimizer with the best loss scale; 1 if that is unknown."""
-        found = loss_scales.scales_of(self.scales, setting)
-        return 1.0 if found is None else found.replay(found.best).applied_share
+        """Return the share of gradients that reach the optimizer with the best loss scale; 1 without a calibration."""
+        scales = loss_scales.scales_of(self.scales, setting)
+        return 1.0 if scales is None else scales.replay(scales.best).applied_share
 
     def loss_scale(self, setting: Setting) -> LossScale | None:
-        """Return the loss scale to train a setting with, calibrated if possible; None without a scaler."""
+        """Return the loss scale to train a setting with, calibrated if possible; None if it uses no scaler."""
         if not MODES[setting.precision].takes_scaler:
             return None
-        found = loss_scales.scales_of(self.scales, setting)
-        return LOSS_SCALE if found is None else loss_scales.rule(found.best)
+        scales = loss_scales.scales_of(self.scales, setting)
+        return LOSS_SCALE if scales is None else loss_scales.loss_scale_of(scales.best)
 
     def awaits_calibration(self, setting: Setting) -> bool:
-        """Whether a setting that takes a scaler ran within 10 % of the best speed so far and is uncalibrated."""
+        """Whether a setting that uses a loss scaler is within 10 % of the best speed and not calibrated yet."""
         if not MODES[setting.precision].takes_scaler or setting.scaling in self.scales:
             return False
         if "calibration" not in self.space.checks:
             return False
-        best, found = (None if self.best is None else self.best.outcome), self.actual.outcomes.get(setting)
-        if not isinstance(best, Measurement) or not isinstance(found, Measurement):
+        best, outcome = (None if self.best is None else self.best.outcome), self.actual.outcomes.get(setting)
+        if not isinstance(best, Measurement) or not isinstance(outcome, Measurement):
             return False
-        return found.samples_per_second >= (1 - RIVAL) * best.samples_per_second
+        return outcome.samples_per_second >= (1 - RIVAL_MARGIN) * best.samples_per_second
 
-    def judged(self, setting: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
-        """Return the outcome of a setting trained with a pair of loss scale and growth interval, and the replay of the
-        pair.
+    def outcome_with_pair(self, setting: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
+        """Return a setting's outcome with a pair (init_scale, growth_interval), and the replay of the pair.
 
         The outcome is a failure if no loss scale is safe. The replay is None for a failure or without a pair.
         """
@@ -336,16 +354,16 @@ class Ledger:
     def replay(self, setting: Setting, pair: Pair) -> Replay | None:
         """Return the replay of a pair over the training run, or None if the setting was not calibrated.
 
-        A pair that was replayed may be recommended.
+        Every replayed pair may be recommended.
         """
         scales = loss_scales.scales_of(self.scales, setting)
         if scales is not None and pair not in scales.scored:
-            self._forget()
+            self._clear_derived_values()
         return None if scales is None else scales.replay(pair)
 
     @cached_property
-    def _choices(self) -> list[tuple[Record, Measurement]]:
-        """Return the records and measurements of settings in the space: a fallback may have a batch size outside it."""
+    def _records_in_space(self) -> list[tuple[Record, Measurement]]:
+        """Return the records and measurements of settings in the space; a fallback may have a batch size outside it."""
         return [
             (r, r.outcome)
             for r in self.records
@@ -354,57 +372,68 @@ class Ledger:
             and (r.purpose == "search" or r.candidate.with_own_workers in self.space.candidates)
         ]
 
-    def _harm(self, setting: Setting) -> str | None:
-        return self._ill(setting) or self._unpaid(setting)
+    def _reason_against(self, setting: Setting) -> str | None:
+        """Return the reason that a setting must not be recommended, or None."""
+        return self._numerical_reason_against(setting) or self._compile_cost_reason(setting)
 
-    def _ill(self, setting: Setting) -> str | None:
-        return ranking.harm(self.fidelity, setting) or loss_scales.refusal(self.scales, setting)
+    def _numerical_reason_against(self, setting: Setting) -> str | None:
+        """Return the reason if a check or a calibration rules a setting out, else None."""
+        return ranking.unfaithful_reason(self.fidelity, setting) or loss_scales.refusal(self.scales, setting)
 
-    def may_lead(self, setting: Setting) -> bool:
-        """Whether a measured setting may be recommended, now or after another trial: a compiled one may have seemed to
-        gain nothing in one slow process.
+    def is_recommendable(self, setting: Setting) -> bool:
+        """Whether a measured setting may be recommended, now or after another trial.
+
+        A compiled setting may only have seemed to gain nothing because one process was slow.
         """
-        return setting in self.merits or (self._ill(setting) is None and self.break_even_steps(setting) == math.inf)
+        return setting in self.merits or (
+            self._numerical_reason_against(setting) is None and self.break_even_steps(setting) == math.inf
+        )
 
-    def may_choose(self, settings: Iterable[Setting]) -> set[Setting]:
-        """Return those of `settings` in the best tier that a config can express. Unchecked ones count as faithful."""
+    def choosable_settings(self, settings: Iterable[Setting]) -> set[Setting]:
+        """Return the `settings` in the best tier that a config can express. Unchecked settings count as faithful."""
         tiers = {c: ranking.tier(self.fidelity.get(ranking.check_key(c))) for c in settings if not c.as_found}
-        least = max(ranking.UNDECIDED_TIER, min(tiers.values(), default=0))
-        return {c for c, tier in tiers.items() if tier <= least}
+        last_tier = max(ranking.UNDECIDED_TIER, min(tiers.values(), default=0))
+        return {c for c, tier in tiers.items() if tier <= last_tier}
 
     def break_even_steps(self, setting: Setting) -> float | None:
-        """Return the number of optimizer steps after which compiling `setting` has paid off.
+        """Return the number of optimizer steps after which compiling `setting` has saved its own time.
 
         It is the seconds of the first compilation divided by the seconds that a step saves compared with the fastest
-        uncompiled setting that may be recommended. Infinite if it saves nothing, None if the setting is not compiled or
-        there is nothing to compare with.
+        uncompiled setting that may be recommended. Infinite if it saves nothing; None if the setting is not compiled or
+        no uncompiled one was measured.
         """
-        ours, plain = self._compiling.get(setting), self._uncompiled_seconds
-        if ours is None or plain is None:
+        compile_cost = self._compile_costs.get(setting)
+        uncompiled_seconds_per_sample = self._uncompiled_seconds_per_sample
+        if compile_cost is None or uncompiled_seconds_per_sample is None:
             return None
-        compiling_seconds, seconds_per_sample = ours
-        gain_seconds = setting.effective_batch_size * (plain - seconds_per_sample)
+        compiling_seconds, seconds_per_sample = compile_cost
+        gain_seconds = setting.effective_batch_size * (uncompiled_seconds_per_sample - seconds_per_sample)
         return compiling_seconds / gain_seconds if gain_seconds > 0 else math.inf
 
-    def _unpaid(self, setting: Setting) -> str | None:
+    def _compile_cost_reason(self, setting: Setting) -> str | None:
+        """Return the reason if the training run is too short for compiling to save time, else None."""
         num_steps = self.break_even_steps(setting)
         if self.objective != "speed" or num_steps is None or num_steps <= self.num_steps:
             return None
         if math.isinf(num_steps):
-            return "compiling never pays back: its steps are no faster"
+            return "compiling never saves time: its steps are no faster"
         return f"compiling pays back after {num_steps:,.0f} steps, and the training has {self.num_steps:,} (--steps)"
 
     @cached_property
-    def _compiling(self) -> dict[Setting, tuple[float, float]]:
+    def _compile_costs(self) -> dict[Setting, tuple[float, float]]:
         """Return, for each compiled setting, the seconds of its longest first step and its seconds per sample."""
         return {
-            c: (max(m.first_step_seconds for m in ours), min(1 / m.samples_per_second for m in ours))
-            for c, ours in self.measurements.items()
+            c: (max(m.first_step_seconds for m in measurements), min(1 / m.samples_per_second for m in measurements))
+            for c, measurements in self.measurements.items()
             if c.is_compiled
         }
 
     @cached_property
-    def _uncompiled_seconds(self) -> float | None:
+    def _uncompiled_seconds_per_sample(self) -> float | None:
         """Return the seconds per sample of the fastest uncompiled setting, or None."""
-        allowed = [ours for c, ours in self.measurements.items() if not c.is_compiled and not self._ill(c)]
-        return min((1 / merit(ours).samples_per_second for ours in allowed), default=None)
+        allowed = [
+            measurements
+            for c, measurements in self.measurements.items()
+            if not c.is_compiled and not self._numerical_reason_against(c)
+        ]
+        return min((1 / merit(measurements).samples_per_second for measurements in allowed), default=None)

@@ -15,26 +15,26 @@ from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.core.text import SIZE_FORMATS, parse_size
 from autotune_amp.dimensions import VARIANTS
 
-SEED_LIMIT = 2**32 - 10_000  # numpy's, with room for resumed trials, which add their number to the seed
+SEED_LIMIT = 2**32 - 10_000  # NumPy's limit, less the number of trials that a resumed search adds to the seed
 DEFAULT_NUM_STEPS = 10_000
-DEFAULT_BUDGET_SECONDS = 600.0  # maximum: a search ends once it is decided and confirmed
+DEFAULT_BUDGET_SECONDS = 600.0  # upper limit: a search ends once its choice is confirmed
 MAX_STEPS = 1_000_000  # a replay stores a number for each step, and takes up to 0.1 s for this many
 
-# Options that change only the choice and the report, not the measurements: a finished search is ranked again for these.
+# Options that change the choice and the report but no measurement: a finished search is ranked again for them.
 RANKING = ("objective", "num_steps", "num_samples", "price_per_hour")
 
 
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Validated options; `from_user` makes them from command-line or Python arguments.
+    """Validated options of a search; `from_user` creates them from command-line or Python arguments.
 
     `batch_size` is an inclusive range in samples, `baseline` a precision and a batch size. `memory_fraction` is the
     share of the available memory that a trial may use, `memory_limit` the bytes that each of its processes may use at
     most, None for no limit. `effective_batch_size` is the total over all `num_ranks`; None keeps that of the data,
-    "free" lets it change. `variants` are the further dimensions to try, None for the safe ones. `devices` are the
-    indices of the NVIDIA GPUs to use at the same time, `ray` the address of a cluster whose nodes are used; with both
-    None a single device is used, given by `device`. `ranks` processes train a trial together. The planned training run
-    has `num_steps` optimizer steps or `num_samples` samples; loss scales are judged over it, or over
-    `DEFAULT_NUM_STEPS` if neither is given.
+    "free" lets the search change it. `variants` are the further dimensions to try, None for the safe ones. `devices`
+    are the indices of the NVIDIA GPUs to use at the same time, `ray` is the address of a cluster whose nodes are used;
+    with both None only `device` is used. A trial is trained by `ranks` processes together. The planned training run has
+    `num_steps` optimizer steps or `num_samples` samples; loss scales are judged over it, or over `DEFAULT_NUM_STEPS` if
+    neither is given.
     """
 
     budget_seconds: float = DEFAULT_BUDGET_SECONDS
@@ -69,7 +69,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def can_use_ray(self) -> bool:
-        """Whether the nodes of a Ray cluster could be used for these options."""
+        """Whether a Ray cluster may be used with these options."""
         is_general = self.device in ("auto", "cpu", "cuda") and self.objective != "energy"
         return is_general and self.devices is None
 
@@ -79,48 +79,55 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         return share if self.memory_limit is None else min(share, self.memory_limit)
 
     def horizon_steps(self, effective_batch_size: int) -> int:
-        """Return the optimizer steps that loss scales are judged over, given the samples of a step on all ranks."""
+        """Return the number of optimizer steps over which loss scales are compared.
+
+        `effective_batch_size` is that of all ranks.
+        """
         steps = self.num_steps
         if self.num_samples is not None:
             steps = -(-self.num_samples // effective_batch_size)
         return DEFAULT_NUM_STEPS if steps is None else min(steps, MAX_STEPS)
 
     @classmethod
-    def from_user(cls, *, num_ranks: int = 1, **given: Any) -> SearchOptions:
-        """Return options from the arguments of `recommend_config`, by their names there; a missing one has its default.
+    def from_user(cls, *, num_ranks: int = 1, **arguments: Any) -> SearchOptions:
+        """Return options from the arguments of `recommend_config`; a missing one has its default.
 
-        Raises `InvalidRequestError` with the option, the value given, and the valid values.
+        Raises `InvalidRequestError` with the option, its value, and the valid values.
         """
         fields: dict[str, Any] = {"num_ranks": num_ranks}
-        for name, value in given.items():
-            read, wanted = _OPTIONS[name]
+        for name, value in arguments.items():
+            parse, wanted = _OPTIONS[name]
             try:
-                fields[_FIELDS.get(name, name)] = read(value)
+                fields[_FIELDS.get(name, name)] = parse(value)
             except (ValueError, TypeError) as error:
-                raise _wrong(name, value, wanted) from error
-        found = cls(**fields)
-        if found.ranks > 1 and (num_ranks > 1 or found.devices is not None):
-            raise _wrong("ranks", found.ranks, "1 under a launcher, and where --devices is given")
-        if found.ranks > 1 and found.device not in ("auto", "cpu", "cuda"):
-            raise _wrong("device", found.device, "auto, cpu or cuda where --ranks is given: it takes the first GPUs")
-        num_ranks *= found.ranks
-        effective = found.effective_batch_size
+                raise _invalid_option(name, value, wanted) from error
+        options = cls(**fields)
+        if options.ranks > 1 and (num_ranks > 1 or options.devices is not None):
+            raise _invalid_option("ranks", options.ranks, "1 under a launcher or together with --devices")
+        if options.ranks > 1 and options.device not in ("auto", "cpu", "cuda"):
+            raise _invalid_option(
+                "device", options.device, "auto, cpu or cuda together with --ranks, which uses the first GPUs"
+            )
+        num_ranks *= options.ranks
+        effective = options.effective_batch_size
         if isinstance(effective, int) and effective % num_ranks:
-            raise _wrong("effective_batch_size", effective, f"a multiple of the {num_ranks} ranks that share it")
-        if found.num_steps is not None and found.num_samples is not None:
-            raise _wrong("samples", found.num_samples, "left out where --steps is given")
-        if found.devices is not None and not found.device.startswith(("auto", "cuda")):
-            raise _wrong("device", found.device, "auto or cuda where --devices is given")
-        if found.ray is not None and (num_ranks > found.ranks or not found.can_use_ray):
-            wanted = "left out under a launcher, for energy, and beside --devices or the number of a GPU"
-            raise _wrong("ray", found.ray, wanted)
-        if found.price_per_hour is not None and found.num_steps is None and found.num_samples is None:
-            raise _wrong("price_per_hour", found.price_per_hour, "given together with --steps or --samples")
-        return found
+            raise _invalid_option(
+                "effective_batch_size", effective, f"a multiple of the {num_ranks} ranks that share it"
+            )
+        if options.num_steps is not None and options.num_samples is not None:
+            raise _invalid_option("samples", options.num_samples, "left out together with --steps")
+        if options.devices is not None and not options.device.startswith(("auto", "cuda")):
+            raise _invalid_option("device", options.device, "auto or cuda together with --devices")
+        if options.ray is not None and (num_ranks > options.ranks or not options.can_use_ray):
+            wanted = "left out under a launcher, for energy, and together with --devices or the number of a GPU"
+            raise _invalid_option("ray", options.ray, wanted)
+        if options.price_per_hour is not None and options.num_steps is None and options.num_samples is None:
+            raise _invalid_option("price_per_hour", options.price_per_hour, "given together with --steps or --samples")
+        return options
 
     def arguments(self) -> list[str]:
-        """Return the command-line options that request the same search, without those for where the study is kept."""
-        found = []
+        """Return the command-line options of the same search, without those for its folder and storage."""
+        words = []
         for name in _OPTIONS:
             field = _FIELDS.get(name, name)
             value, default = getattr(self, field), SearchOptions.__struct_defaults__
@@ -128,113 +135,115 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
                 continue
             option = f"--{name.rstrip('_').replace('_', '-')}"
             if name == "precision":
-                found += [word for precision in value for word in (option, precision)]
+                words += [word for precision in value for word in (option, precision)]
             else:
                 separator = "," if name in ("try_", "devices") else ":"
                 shown = separator.join(map(str, value)) or "none" if isinstance(value, tuple) else f"{value}"
-                found += [option, shown]
-        return found
+                words += [option, shown]
+        return words
 
 
-def _wrong(name: str, given: Any, wanted: str) -> InvalidRequestError:
+def _invalid_option(name: str, value: Any, wanted: str) -> InvalidRequestError:
     option = f"--{name.rstrip('_').replace('_', '-')}"
-    shown = given[0] if isinstance(given, list) and len(given) == 1 else given
-    way_out = "Leave it out for the default; `autotune-amp search --help` says what it does."
-    return InvalidRequestError(f"{option} is {shown!r}; it must be {wanted}.", way_out)
+    shown = value[0] if isinstance(value, list) and len(value) == 1 else value
+    next_step = "Leave it out for the default; see `autotune-amp search --help`."
+    return InvalidRequestError(f"{option} is {shown!r}; it must be {wanted}.", next_step)
 
 
-def is_count(given: Any) -> bool:
-    """Whether `given` is an integer of at least 1, or None."""
-    return given is None or (_is_whole(given) and given >= 1)
+def is_count(value: Any) -> bool:
+    """Whether `value` is an integer of at least 1, or None."""
+    return value is None or (_is_whole(value) and value >= 1)
 
 
-def _is_whole(given: object) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool)
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(given: Any) -> bool:
-    return (isinstance(given, float) or _is_whole(given)) and math.isfinite(given)
+def _is_number(value: Any) -> bool:
+    return (isinstance(value, float) or _is_whole(value)) and math.isfinite(value)
 
 
-def _that(is_right: Callable[[Any], bool], kind: Callable[[Any], Any] = lambda given: given) -> Callable[[Any], Any]:
-    """Return a reader that converts a valid value with `kind` and raises `ValueError` for any other."""
+def _parser_of_valid(
+    is_valid: Callable[[Any], bool], kind: Callable[[Any], Any] = lambda value: value
+) -> Callable[[Any], Any]:
+    """Return a parser that converts a valid value with `kind` and raises `ValueError` for any other."""
 
-    def read(given: Any) -> Any:
-        if not is_right(given):
-            raise ValueError(given)
-        return None if given is None else kind(given)
+    def parse(value: Any) -> Any:
+        if not is_valid(value):
+            raise ValueError(value)
+        return None if value is None else kind(value)
 
-    return read
+    return parse
 
 
 def _matching(pattern: str) -> Callable[[Any], bool]:
-    return lambda given: isinstance(given, str) and re.fullmatch(pattern, given) is not None
+    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
-def _effective(given: Any) -> int | Literal["free"] | None:
-    if given == "free":
+def _effective(value: Any) -> int | Literal["free"] | None:
+    if value == "free":
         return "free"
-    number = int(given) if isinstance(given, str) else given
+    number = int(value) if isinstance(value, str) else value
     if not is_count(number):
-        raise ValueError(given)
+        raise ValueError(value)
     return number
 
 
-def _pair(given: Any) -> tuple[str, int]:
+def _pair(value: Any) -> tuple[str, int]:
     """Return the two parts of "A:B", or of a sequence of two."""
-    parts = given.split(":") if isinstance(given, str) else [str(part) for part in given]
+    parts = value.split(":") if isinstance(value, str) else [str(part) for part in value]
     first, second = parts
     return first, int(second)
 
 
-def _batch_range(given: Any) -> tuple[int, int] | None:
-    if given is None:
+def _batch_range(value: Any) -> tuple[int, int] | None:
+    if value is None:
         return None
-    first, high = _pair(given)
+    first, high = _pair(value)
     low = int(first)
     if not 1 <= low <= high:
-        raise ValueError(given)
+        raise ValueError(value)
     return low, high
 
 
-def _devices(given: Any) -> tuple[int, ...] | Literal["all"] | None:
-    if given is None:
+def _devices(value: Any) -> tuple[int, ...] | Literal["all"] | None:
+    if value is None:
         return None
-    if given == "all":
+    if value == "all":
         return "all"
-    numbers = [int(part) for part in given.split(",")] if isinstance(given, str) else list(given)
+    numbers = [int(part) for part in value.split(",")] if isinstance(value, str) else list(value)
     if not numbers or not all(_is_whole(number) and number >= 0 for number in numbers):
-        raise ValueError(given)
+        raise ValueError(value)
     return tuple(dict.fromkeys(numbers))
 
 
-def _baseline(given: Any) -> tuple[Precision, int] | None:
-    if given is None:
+def _baseline(value: Any) -> tuple[Precision, int] | None:
+    if value is None:
         return None
-    precision, size = _pair(given)
+    precision, size = _pair(value)
     if size < 1 or precision not in PRECISIONS:
-        raise ValueError(given)
+        raise ValueError(value)
     return precision, size
 
 
-def _precisions(given: Any) -> tuple[Precision, ...] | None:
-    names = (given,) if isinstance(given, str) else given
+def _precisions(value: Any) -> tuple[Precision, ...] | None:
+    names = (value,) if isinstance(value, str) else value
     if not names and names is not False:
         return None
     if not isinstance(names, Sequence) or not all(name in PRECISIONS for name in names):
-        raise ValueError(given)
+        raise ValueError(value)
     return tuple(dict.fromkeys(names))
 
 
 _VARIANTS = tuple(name for variant in VARIANTS.values() for name in (variant.name, *variant.others))
 
 
-def _variants(given: Any) -> tuple[str, ...] | None:
-    names = given.split(",") if isinstance(given, str) else given
+def _variants(value: Any) -> tuple[str, ...] | None:
+    names = value.split(",") if isinstance(value, str) else value
     if names in (["auto"], ["none"]):
         return None if names == ["auto"] else ()
     if not isinstance(names, Sequence) or not all(name in _VARIANTS for name in names):
-        raise ValueError(given)
+        raise ValueError(value)
     return tuple(dict.fromkeys(names))
 
 
@@ -247,43 +256,51 @@ _FIELDS = {
     "steps": "num_steps",
     "samples": "num_samples",
 }
-# For each option: a reader that raises `ValueError` or `TypeError` for an invalid value, and a text of the valid
-# values.
+# Parser of each option, which raises `ValueError` or `TypeError` for an invalid value, and a text of the valid values.
 _OPTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "budget": (_that(lambda given: _is_number(given) and given > 0, float), "a number of seconds above 0"),
-    "trials": (_that(is_count), "a whole number from 1 up"),
-    "device": (_that(_matching(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")), "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N"),
+    "budget": (_parser_of_valid(lambda value: _is_number(value) and value > 0, float), "a number of seconds above 0"),
+    "trials": (_parser_of_valid(is_count), "a whole number from 1 up"),
+    "device": (
+        _parser_of_valid(_matching(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")),
+        "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N",
+    ),
     "devices": (_devices, "all, or numbers of GPUs such as 0,1"),
-    "ray": (_that(lambda given: given is None or (isinstance(given, str) and given != "")), "auto, or HOST:PORT"),
-    "ranks": (_that(lambda given: _is_whole(given) and given >= 1), "a whole number from 1 up"),
+    "ray": (
+        _parser_of_valid(lambda value: value is None or (isinstance(value, str) and value != "")),
+        "auto, or HOST:PORT",
+    ),
+    "ranks": (_parser_of_valid(lambda value: _is_whole(value) and value >= 1), "a whole number from 1 up"),
     "precision": (_precisions, f"one of {', '.join(PRECISIONS)}, or several in a list"),
     "try_": (_variants, f"auto, none or some of {', '.join(_VARIANTS)}"),
     "batch_size": (_batch_range, "LOW:HIGH with 1 <= LOW <= HIGH, such as 8:256"),
     "effective_batch_size": (_effective, 'a whole number from 1 up, or "free"'),
     "baseline": (_baseline, "PRECISION:BATCH, such as fp32:32"),
     "memory_fraction": (
-        _that(lambda given: _is_number(given) and 0 < given <= 1, float),
+        _parser_of_valid(lambda value: _is_number(value) and 0 < value <= 1, float),
         "a share above 0 and at most 1",
     ),
     "memory_limit": (lambda given: None if given is None else parse_size(given), SIZE_FORMATS),
     "objective": (_that(lambda given: given in get_args(Objective)), f"one of {', '.join(get_args(Objective))}"),
     "steps": (
-        _that(lambda given: is_count(given) and (given or 1) <= MAX_STEPS),
+        _parser_of_valid(lambda value: is_count(value) and (value or 1) <= MAX_STEPS),
         f"a whole number from 1 to {MAX_STEPS}",
     ),
-    "samples": (_that(is_count), "a whole number from 1 up"),
+    "samples": (_parser_of_valid(is_count), "a whole number from 1 up"),
     "price_per_hour": (
-        _that(lambda given: given is None or (_is_number(given) and given >= 0), float),
+        _parser_of_valid(lambda value: value is None or (_is_number(value) and value >= 0), float),
         "an amount of money from 0 up",
     ),
     "study": (
-        _that(lambda given: given is None or (_matching(r"[\w.-]+")(given) and given.strip(".") != "")),
+        _parser_of_valid(lambda value: value is None or (_matching(r"[\w.-]+")(value) and value.strip(".") != "")),
         "a folder name of letters, digits, '.', '_' and '-'",
     ),
-    "out": (_that(lambda given: isinstance(given, str)), "a folder's path, as a string"),
-    "storage": (_that(lambda given: given is None or isinstance(given, str)), "an Optuna storage URL, as a string"),
+    "out": (_parser_of_valid(lambda value: isinstance(value, str)), "a folder's path, as a string"),
+    "storage": (
+        _parser_of_valid(lambda value: value is None or isinstance(value, str)),
+        "an Optuna storage URL, as a string",
+    ),
     "seed": (
-        _that(lambda given: _is_whole(given) and 0 <= given < SEED_LIMIT),
+        _parser_of_valid(lambda value: _is_whole(value) and 0 <= value < SEED_LIMIT),
         f"a whole number from 0 to {SEED_LIMIT - 1}",
     ),
 }

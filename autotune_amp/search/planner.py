@@ -1,9 +1,9 @@
-"""Planner: the cost of jobs on this host, and how much of the remaining time each stage may spend.
+"""Planner: predicted seconds of jobs on this host, and the time that each stage of a search may use.
 
 A process start takes from 0.07 to 60 s, a compilation from 2 to 60, so no fixed share of a budget is right everywhere.
-Costs are taken from the records, and before there are any from the description of the workload. Comparing precisions
-comes first: time for the confirmation is reserved only once every precision was measured. After that a job runs if its
-expected gain justifies its seconds (`Planner.least_gain`).
+Costs are taken from the records or, before there are any, from the description of the workload. Precisions are
+compared first: time for the confirmation is reserved only once every precision was measured. After that a job runs if
+its expected gain justifies its seconds (`Planner.least_gain`).
 """
 
 from __future__ import annotations
@@ -33,29 +33,34 @@ from autotune_amp.trial.jobs import (
     num_warmup_steps,
 )
 
-MIN_ROUNDS = 3  # of a confirmation
+MIN_ROUNDS = 3  # fewest rounds of a confirmation that is not short of time
 SAFETY = 1.1  # factor on the predicted seconds of processes, since too low an estimate would break the budget
-FORESEEN_SECONDS = 2.0  # predicted for a trial, from its first step on, while nothing was measured
-NUM_STEPS_FORESEEN = 6, 8  # of a trial: a first step as long as three, plus the warm-up; the fewest measured
-CONFIRM_SECONDS, MAX_CONFIRM_STEPS = 2.0, 400  # limits of a confirming run's measurement
+FORESEEN_SECONDS = 2.0  # predicted seconds of a trial from its first step on, before anything was measured
+# Predicted steps of a trial: unmeasured ones (a first step as long as three, and the warm-up), and the fewest measured.
+NUM_STEPS_FORESEEN = 6, 8
+CONFIRM_SECONDS, MAX_CONFIRM_STEPS = 2.0, 400  # limits of the measurement of a confirmation run
 # Share of the first compilation's seconds when the compiler's cache is warm: 1.7 of 6.5 s for a convnet of six blocks.
 CACHED_SHARE = 0.3
-# Share of the elapsed time for each extra that decides nothing: checks on trained weights, other effective batch sizes.
+# Share of the elapsed time for each job that does not change the recommendation: checks on trained weights, other
+# effective batch sizes.
 EXTRA_SHARE = 0.15
-# Least expected gain in throughput of a job, and that for each of its seconds: halving or doubling them changes little
-# (studies/search_efficiency, hosts).
+# Least expected relative gain in throughput of a job: in total, and per second of it. Halving or doubling them changes
+# little (studies/search_efficiency, hosts).
 LEAST_GAIN, GAIN_PER_SECOND = 0.002, 5e-4
-# In process starts: 2.5 on a CPU, 1.5 to 2 of a Llama on an H200's host (studies/real_card).
+# Seconds of a compilation as a multiple of a process start: 2.5 on a CPU, 1.5 to 2 for a Llama on an H200's host
+# (studies/real_card).
 COMPILE_STARTS = 2.0
-NUM_CHECK_PASSES = 42  # forward and backward passes of a check of bf16 against fp32, seen in real searches
+NUM_CHECK_PASSES = 42  # forward and backward passes of a check of bf16 against fp32, counted in real searches
 IN_TIME = 0.7  # share of its deadline after which a job ends by itself, with fewer samples
-CHECK_SECONDS = 12.0  # aim of one check
-CHECK_PATIENCE, CHECK_PATIENCE_SECONDS = 10.0, 30.0  # times the predicted seconds of a check, and seconds beyond that
+CHECK_SECONDS = 12.0  # target duration of one check
+CHECK_PATIENCE, CHECK_PATIENCE_SECONDS = 10.0, 30.0  # deadline of a check: factor on its predicted seconds, plus this
 
-CUT_RATIO = 1.25  # median of five steps against the best: cuts equals 4 % of the time (studies/README.md)
-HOPELESS_TIMES = 2.0  # times the longest trial so far, for a precision whose matrix products are hopelessly slow
+# A trial is cut short if the median of five steps is this many times the best: equally fast settings are cut 4 % of the
+# time (studies/README.md).
+CUT_RATIO = 1.25
+HOPELESS_TIMES = 2.0  # limit for a precision with hopelessly slow matrix products, in longest trials so far
 MIN_TRIAL_SECONDS = 0.5
-DEADLINE_RATIO = 20.0  # a step this many times longer than the best throughput predicts is not waited for
+DEADLINE_RATIO = 20.0  # deadline of a step, as a multiple of the time that the best throughput predicts
 MIN_STEP_DEADLINE_SECONDS = 2.0  # a busy machine stalls a step for hundreds of milliseconds
 # The first step of EfficientNet took 0.7 s in fp32, 7.9 in fp16, 11.9 in channels_last: cuDNN chooses its algorithms.
 MIN_FIRST_STEP_DEADLINE_SECONDS = 30.0
@@ -79,27 +84,26 @@ class Budget:
         """Return the seconds left, negative once the budget is exceeded."""
         return self.seconds - self.elapsed()
 
-    def too_small(self, last_step_seconds: float | None, failure: Failure | None = None) -> BudgetTooSmallError:
-        """Return the error for a budget that ended before anything was measured, with the message of the `failure` that
-        ended it.
+    def too_small_error(self, last_step_seconds: float | None, failure: Failure | None = None) -> BudgetTooSmallError:
+        """Return the error for a budget that ended before anything was measured.
 
-        The budget it suggests is twice the time of the shortest possible search.
+        It contains the message of the `failure` that ended the search, and suggests twice the time of the shortest
+        possible search.
         """
         used_seconds = self.elapsed()
         needed = 2 * used_seconds + 12 * (last_step_seconds or 0.0)
-        spent = f"{used_seconds:.0f} s had gone into loading, probing and building the workload and its first trials"
+        reason = f"loading, probing and building the workload and its first trials took {used_seconds:.0f} s"
         return BudgetTooSmallError(
             f"The budget of {self.seconds:g} s ended before anything was measured: "
-            f"{spent if failure is None else failure.message}.",
+            f"{reason if failure is None else failure.message}.",
             f"Give --budget {math.ceil(needed / 10) * 10} or more.",
         )
 
 
 class Planner:
-    """Estimates of the cost of jobs, from the ledger, and limits on how long they may take. `budget` is the clock.
+    """Planner of jobs: predicts their seconds from the ledger and limits them to the `budget`.
 
-    The number of affordable confirmation rounds is fixed when it is first asked for, after all precisions were
-    compared.
+    The number of affordable confirmation rounds is fixed at the first call, after all precisions were compared.
     """
 
     def __init__(self, job_defaults: JobDefaults, budget: Budget) -> None:
@@ -110,24 +114,24 @@ class Planner:
     # -- costs of jobs -------------------------------------------------------------------------------------------------
 
     def start_seconds(self, ledger: Ledger) -> float:
-        """Return the seconds from a process start to its first step: as seen in the confirmation, else predicted."""
-        found = [r for r in ledger.records if r.round is not None and r.start_seconds]
-        seen = [_start_seconds(r) for r in found if isinstance(r.outcome, Measurement)]
-        of_all = max if self.job_defaults.loads_together else fmean  # the first one waits for the others
-        return of_all(seen) if seen else self.job_defaults.start_seconds
+        """Return the seconds from a process start to its first step: measured in the confirmation, else predicted."""
+        records = [r for r in ledger.records if r.round is not None and r.start_seconds]
+        measured_seconds = [_start_seconds(r) for r in records if isinstance(r.outcome, Measurement)]
+        combine = max if self.job_defaults.loads_together else fmean  # the first one waits for the others
+        return combine(measured_seconds) if measured_seconds else self.job_defaults.start_seconds
 
     def setup_seconds(self, ledger: Ledger) -> float:
-        """Return the seconds that a trial takes in addition to its steps: the median seen so far, else as predicted."""
+        """Return the seconds that a trial takes in addition to its steps: the measured median, else predicted."""
         if self.job_defaults.are_trials_fresh:
             return self.start_seconds(ledger)
-        found = []
+        seconds = []
         for record in ledger.actual.records:
             measured, setting = record.outcome, record.candidate
             if record.purpose == "search" and isinstance(measured, Measurement):
                 step_seconds = measured.step_seconds * num_timed_passes(setting) / setting.accumulation_steps
                 num_steps = num_warmup_steps(measured) - 1 + measured.num_steps
-                found.append(record.seconds - measured.first_step_seconds - num_steps * step_seconds)
-        return max(0.0, median(found)) if found else self.job_defaults.setup_seconds
+                seconds.append(record.seconds - measured.first_step_seconds - num_steps * step_seconds)
+        return max(0.0, median(seconds)) if seconds else self.job_defaults.setup_seconds
 
     @property
     def measure_seconds(self) -> float:
@@ -141,20 +145,20 @@ class Planner:
         return self.setup_seconds(ledger) + num_unmeasured * step_seconds + measuring
 
     def waiting_seconds(self, ledger: Ledger) -> float:
-        """Return the seconds until a process is ready for a trial, if a failure ended the one that was kept; else 0."""
+        """Return the seconds to start a process for a trial if a failure ended the one kept for trials; else 0."""
         records = ledger.actual.records
         is_kept = any(r.start_seconds is not None for r in records)
         has_failed = bool(records) and isinstance(records[-1].outcome, Failure)
         return self.job_defaults.start_seconds if is_kept and has_failed else 0.0
 
     def run_seconds(self, ledger: Ledger, setting: Setting) -> float:
-        """Return the seconds of a confirming run from its first step on: as seen, else predicted from the trial."""
-        ours = [r for r in ledger.records if r.candidate == setting and r.round is not None]
+        """Return the seconds of a confirmation run from its first step on: measured, else predicted from the trial."""
+        records = [r for r in ledger.records if r.candidate == setting and r.round is not None]
         # A run that was measured already while describing a command has a record without time.
-        took = [r for r in ours if r.seconds > _start_seconds(r)]
-        seen = [r.seconds - _start_seconds(r) - (ending_seconds(r) or 0.0) for r in took]
-        if seen:
-            return fmean(seen)
+        timed_records = [r for r in records if r.seconds > _start_seconds(r)]
+        seconds = [r.seconds - _start_seconds(r) - (ending_seconds(r) or 0.0) for r in timed_records]
+        if seconds:
+            return fmean(seconds)
         outcome = ledger.outcomes.get(setting)
         if not isinstance(outcome, Measurement):
             return 0.0
@@ -166,67 +170,68 @@ class Planner:
         return warm_up + measuring
 
     def runs_seconds(self, ledger: Ledger, settings: Sequence[Setting], num_starts: int) -> float:
-        """Return the seconds of confirming runs of these settings, including `num_starts` process starts."""
+        """Return the seconds of confirmation runs of these settings, including `num_starts` process starts."""
         running = sum(self.run_seconds(ledger, setting) for setting in settings)
         return SAFETY * (num_starts * self.start_seconds(ledger) + running)
 
     def check_seconds(self, ledger: Ledger) -> float:
-        """Return the seconds of a check against fp32: the longest seen, else predicted from its number of passes."""
-        seen = [r.seconds for r in ledger.actual.records if r.purpose == "fidelity"]
-        today = ledger.actual.outcomes.get(ledger.space.baseline)
-        if seen:
-            return max(seen)
-        if not isinstance(today, Measurement):
+        """Return the seconds of a check against fp32: the longest so far, else predicted from its number of passes."""
+        seconds = [r.seconds for r in ledger.actual.records if r.purpose == "fidelity"]
+        baseline_outcome = ledger.actual.outcomes.get(ledger.space.baseline)
+        if seconds:
+            return max(seconds)
+        if not isinstance(baseline_outcome, Measurement):
             return self.job_defaults.setup_seconds
-        passes = NUM_CHECK_PASSES * ledger.space.check_batch_size / today.samples_per_second
+        passes = NUM_CHECK_PASSES * ledger.space.check_batch_size / baseline_outcome.samples_per_second
         num_processes = 2 if self.job_defaults.are_trials_fresh else 1  # one in each precision
         return num_processes * self.setup_seconds(ledger) + passes
 
     def compile_seconds(self, ledger: Ledger) -> float:
-        """Return the seconds of a compilation: the longest seen, else a multiple of a process start."""
-        compiled = [m for c, ours in ledger.actual.measurements.items() if c.is_compiled for m in ours]
-        slowest = max(dimension.extra_seconds for dimension in DIMENSIONS)
-        foreseen = max(slowest, COMPILE_STARTS * self.job_defaults.start_seconds)
-        return max((m.first_step_seconds for m in compiled), default=foreseen)
+        """Return the seconds of a compilation: the longest so far, else a multiple of a process start."""
+        measurements = [m for c, outcomes in ledger.actual.measurements.items() if c.is_compiled for m in outcomes]
+        min_seconds = max(dimension.extra_seconds for dimension in DIMENSIONS)
+        predicted_seconds = max(min_seconds, COMPILE_STARTS * self.job_defaults.start_seconds)
+        return max((m.first_step_seconds for m in measurements), default=predicted_seconds)
 
     def confirmation_seconds(self, ledger: Ledger) -> float:
-        """Return the seconds of the affordable rounds that confirm winner and baseline: all, one, or none."""
-        chosen = ledger.actual.shortlist
-        if chosen is not None and chosen.winner == chosen.baseline:  # more rounds of the baseline alone decide nothing
+        """Return the seconds of the confirmation rounds of winner and baseline that fit in the budget."""
+        shortlist = ledger.actual.shortlist
+        if (
+            shortlist is not None and shortlist.winner == shortlist.baseline
+        ):  # more rounds of the baseline alone decide nothing
             return min(self._rounds_seconds(ledger, 1), self.budget.left())
         return self._rounds_seconds(ledger, self.num_rounds(ledger))
 
     def num_rounds(self, ledger: Ledger) -> int:
-        """Return the number of confirmation rounds: all, one, or none, as was affordable when first asked."""
-        left = self.budget.left()
+        """Return the number of confirmation rounds that fitted in the time at the first call: `MIN_ROUNDS`, 1 or 0."""
+        left_seconds = self.budget.left()
         if self._num_rounds is None and ledger.actual.shortlist is not None:
             shares = (MIN_ROUNDS, 1.0), (1, 0.5)
-            affordable = (n for n, share in shares if self._rounds_seconds(ledger, n) <= share * left)
+            affordable = (n for n, share in shares if self._rounds_seconds(ledger, n) <= share * left_seconds)
             self._num_rounds = next(affordable, 0)
-        found, chosen = self._num_rounds or 0, ledger.actual.shortlist
-        return min(found, 1) if chosen is not None and chosen.winner == chosen.baseline else found
+        num_rounds, shortlist = self._num_rounds or 0, ledger.actual.shortlist
+        return min(num_rounds, 1) if shortlist is not None and shortlist.winner == shortlist.baseline else num_rounds
 
     def _rounds_seconds(self, ledger: Ledger, num_rounds: int) -> float:
-        """Return the seconds of `num_rounds` rounds, without the runs of them that were done already."""
-        chosen, job_defaults = ledger.actual.shortlist, self.job_defaults
-        if chosen is None:
+        """Return the seconds of `num_rounds` confirmation rounds, less the runs that are in the ledger already."""
+        shortlist, job_defaults = ledger.actual.shortlist, self.job_defaults
+        if shortlist is None:
             return 0.0
         runs: list[Setting] = []
         num_starts = 0
-        for setting, environment in ((chosen.baseline, {}), (chosen.winner, job_defaults.environment)):
-            if setting in runs:  # its recommended variables alone are confirmed only with time to spare
+        for setting, environment in ((shortlist.baseline, {}), (shortlist.winner, job_defaults.environment)):
+            if setting in runs:  # the winner is the baseline: its run with the recommended variables is optional
                 continue
-            done = ranking.confirm_runs(ledger.actual.records, setting, environment).num_confirming
-            missing = max(0, num_rounds - done)
-            runs += [setting] * missing
-            num_starts = max(num_starts, missing) if job_defaults.shares_processes else len(runs)
+            num_done = ranking.confirm_runs(ledger.actual.records, setting, environment).num_confirming
+            num_missing = max(0, num_rounds - num_done)
+            runs += [setting] * num_missing
+            num_starts = max(num_starts, num_missing) if job_defaults.shares_processes else len(runs)
         return self.runs_seconds(ledger.actual, runs, min(1, num_starts) if job_defaults.loads_together else num_starts)
 
     def forecast(self, ledger: Ledger, *, may_fork: bool) -> str:
-        """Return a line with the predicted seconds of a process start, of comparing the precisions, and of confirming
-        the best.
+        """Return a sentence that predicts the time of a process start, of comparing precisions, and of confirming.
 
-        `may_fork`: trials are forked, and each builds its own model.
+        `may_fork`: trials run in forked processes, each of which builds its own model.
         """
         job_defaults, space = self.job_defaults, ledger.space
         start = job_defaults.start_seconds
@@ -243,48 +248,48 @@ class Planner:
 
     # -- shares of the time --------------------------------------------------------------------------------------------
 
-    def before_confirmation(self, ledger: Ledger) -> float:
-        """Return the seconds left before the confirmation has to begin."""
+    def seconds_before_confirmation(self, ledger: Ledger) -> float:
+        """Return the seconds left before the confirmation has to begin, negative if it should have begun."""
         return self.budget.left() - self.confirmation_seconds(ledger)
 
-    def to_explore(self, ledger: Ledger) -> float:
-        """Return the seconds left for settings that may lead and then have to be checked; all while nothing has run."""
+    def exploration_seconds(self, ledger: Ledger) -> float:
+        """Return the seconds left for trials before the winner's check; all that is left before any measurement."""
         space = ledger.space
         if not any(isinstance(outcome, Measurement) for outcome in ledger.outcomes.values()):
             return self.budget.left()
         is_checked = any(ranking.needs_check(c, space) for c in (*space.candidates, space.baseline))
-        return self.before_confirmation(ledger) - (self.check_seconds(ledger) if is_checked else 0.0)
+        return self.seconds_before_confirmation(ledger) - (self.check_seconds(ledger) if is_checked else 0.0)
 
     def least_gain(self, seconds: float) -> float:
-        """Return the least expected gain, as a share of the throughput, that justifies a job of `seconds`."""
+        """Return the least expected relative gain in throughput that justifies a job of `seconds`."""
         return max(LEAST_GAIN, GAIN_PER_SECOND * seconds / self.budget.num_slots)
 
     def extra_seconds(self, left_seconds: float, used_seconds: float) -> float:
-        """Return the seconds that an extra which decides nothing may still take, after using `used_seconds`."""
+        """Return the seconds left for a kind of job that does not change the recommendation, after `used_seconds`."""
         return max(0.0, min(left_seconds, EXTRA_SHARE * self.budget.elapsed() - used_seconds))
 
-    def may_try(self, ledger: Ledger, left_seconds: float) -> bool:
-        """Return whether the remaining time and the number of trials allow another trial before the confirmation."""
-        most = self.job_defaults.max_trials
-        if ledger.num_awaited and most is not None:  # do not repeat the baseline with limited trials
+    def has_time_for_trial(self, ledger: Ledger, left_seconds: float) -> bool:
+        """Whether the remaining time and `max_trials` allow another trial before the confirmation."""
+        max_trials = self.job_defaults.max_trials
+        if ledger.num_awaited and max_trials is not None:  # do not repeat the baseline with limited trials
             return False
         num_tried = ledger.num_awaited + sum(r.purpose in ranking.BEFORE_CONFIRMATION for r in ledger.records)
         needed = self.waiting_seconds(ledger) + max(MIN_TRIAL_SECONDS, self.setup_seconds(ledger))
-        return left_seconds > needed and (most is None or num_tried < most)
+        return left_seconds > needed and (max_trials is None or num_tried < max_trials)
 
     # -- jobs with their limits ----------------------------------------------------------------------------------------
 
     def trial(self, ledger: Ledger, setting: Setting, seconds: float) -> Trial:
-        """Return a trial with its limits: a step deadline from the best throughput so far, and the `seconds` left."""
+        """Return a trial that ends within `seconds`, with a step deadline from the best throughput so far."""
         job_defaults, best = self.job_defaults, ledger.best
         seconds -= self.waiting_seconds(ledger)  # a job's clock starts when its process is ready
         if best is None:
             # The step time is unknown: use two thirds of the rest, so that a trial that hangs leaves time for another.
             seconds = (2 * seconds + min(job_defaults.setup_seconds, seconds)) / 3
         elif is_hopeless(job_defaults.hardware, setting.precision):
-            spent = sum(r.seconds for r in ledger.records if r.candidate.precision == setting.precision)
-            longest = max(r.seconds for r in ledger.records if isinstance(r.outcome, Measurement))
-            seconds = min(seconds, HOPELESS_TIMES * longest - spent)
+            used_seconds = sum(r.seconds for r in ledger.records if r.candidate.precision == setting.precision)
+            longest_seconds = max(r.seconds for r in ledger.records if isinstance(r.outcome, Measurement))
+            seconds = min(seconds, HOPELESS_TIMES * longest_seconds - used_seconds)
         if setting.is_compiled:  # compilation time is unknown
             seconds = min(seconds, self.budget.left() / 2)
         limits: dict[str, Any] = {"measure_seconds": self.measure_seconds}
@@ -298,16 +303,16 @@ class Planner:
         if best is None:
             return trial
         assert isinstance(best.outcome, Measurement)
-        rate = best.outcome.samples_per_second / job_defaults.description.num_ranks
+        samples_per_second = best.outcome.samples_per_second / job_defaults.description.num_ranks
         first_step_seconds = best.outcome.first_step_seconds
-        reported = setting.batch_size * trial.num_timed_micro_batches * trial.num_steps_per_report
-        step_deadline = max(MIN_STEP_DEADLINE_SECONDS, DEADLINE_RATIO * reported / rate)
+        num_reported_samples = setting.batch_size * trial.num_timed_micro_batches * trial.num_steps_per_report
+        step_deadline = max(MIN_STEP_DEADLINE_SECONDS, DEADLINE_RATIO * num_reported_samples / samples_per_second)
         if setting.num_workers or job_defaults.description.num_workers:  # workers may start anew every epoch
             step_deadline += first_step_seconds + (WORKER_START_SECONDS if setting.num_workers else 0.0)
         growth = max(1.0, setting.batch_size / best.candidate.batch_size)
         return replace(
             trial,
-            cut_step_seconds=None if needs_energy else CUT_RATIO * setting.effective_batch_size / rate,
+            cut_step_seconds=None if needs_energy else CUT_RATIO * setting.effective_batch_size / samples_per_second,
             step_deadline_seconds=step_deadline,
             first_step_deadline_seconds=max(
                 MIN_FIRST_STEP_DEADLINE_SECONDS, step_deadline + 3 * growth * first_step_seconds
@@ -315,14 +320,16 @@ class Planner:
         )
 
     def check(self, ledger: Ledger, what: CheckKind, setting: Setting) -> Check:
-        """Return a check of `setting` with a deadline, since it may never end.
+        """Return a check of `setting` with a deadline, since a check may hang.
 
-        The deadline is `CHECK_PATIENCE` times the predicted seconds plus `CHECK_PATIENCE_SECONDS`, and at most the time
-        before the confirmation or half of the remaining budget, whichever is longer.
+        The deadline is `CHECK_PATIENCE` times the predicted seconds plus `CHECK_PATIENCE_SECONDS`, but no more than the
+        time before the confirmation or half of the remaining budget, whichever is longer.
         """
-        most = max(self.before_confirmation(ledger), self.budget.left() / 2) - self.waiting_seconds(ledger)
-        patience = CHECK_PATIENCE * self.check_seconds(ledger) + CHECK_PATIENCE_SECONDS
-        seconds = max(MIN_TRIAL_SECONDS, min(most, patience))
+        max_seconds = max(self.seconds_before_confirmation(ledger), self.budget.left() / 2) - self.waiting_seconds(
+            ledger
+        )
+        patient_seconds = CHECK_PATIENCE * self.check_seconds(ledger) + CHECK_PATIENCE_SECONDS
+        seconds = max(MIN_TRIAL_SECONDS, min(max_seconds, patient_seconds))
         return replace(
             self.job_defaults.check(what, setting, seconds), aim_seconds=min(CHECK_SECONDS, IN_TIME * seconds)
         )
@@ -345,7 +352,9 @@ def ending_seconds(record: Record) -> float | None:
 
 def _start_seconds(record: Record) -> float:
     """Return the seconds from a record's process start to its first step; 0 for a process kept from an earlier job."""
-    found = record.outcome
+    outcome = record.outcome
     is_kept = record.start_seconds == 0.0
-    own = found.build_seconds + found.context_seconds if isinstance(found, Measurement) and not is_kept else 0.0
-    return (record.start_seconds or 0.0) + own
+    build_seconds = (
+        outcome.build_seconds + outcome.context_seconds if isinstance(outcome, Measurement) and not is_kept else 0.0
+    )
+    return (record.start_seconds or 0.0) + build_seconds

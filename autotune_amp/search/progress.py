@@ -1,4 +1,4 @@
-"""Interface for displaying a search. The base class ignores every call: the progress of `--quiet` and of tests."""
+"""Interface for displaying a search. The base class ignores every call, for `--quiet` and for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Progress:
         """Handle the start of a search in `folder`. `budget_seconds` is None unless the user set a budget."""
 
     def work_started(self, budget_seconds: float | None) -> None:
-        """Handle the start of work other than a search: a single check, or a profile, which has no budget."""
+        """Handle the start of a single check, or of a profile, whose `budget_seconds` is None."""
 
     def phase(self, text: str) -> None:
         """Handle a new phase: ``loading the workload``, ``searching``, ``checking bf16 against fp32`` ..."""
@@ -32,7 +32,7 @@ class Progress:
         """Handle a finished training step of the trial on `slot`."""
 
     def activity(self, text: str, slot: str | None = None) -> None:
-        """Show what the running job does (that on `slot`), such as ``1,240 calls recorded, now in layers.3``."""
+        """Show the activity of the job on `slot`, such as ``1,240 calls recorded, now in layers.3``."""
 
     def trial_ended(self, record: Record, best: Record | None) -> None:
         """Handle the end of a trial or check. `best` is the fastest trial so far."""
@@ -44,10 +44,10 @@ class Progress:
         """Update the elapsed time."""
 
     def output(self, text: str) -> None:
-        """Handle text that the user's own code printed, on either stream."""
+        """Handle text that the user's code printed on stdout or stderr."""
 
     def note(self, text: str) -> None:
-        """Show a line: a search resumed, an answer from the cache, a change since then, why a candidate is left out."""
+        """Show a line: that the search is resumed or answered from the cache, or why a candidate is left out."""
 
     def ended(self) -> None:
         """Handle the end of the search, whether it succeeded or not."""

@@ -1,10 +1,10 @@
-"""Judgement of each setting from the records of a search: how it ran, its failures and verdicts, and its rank. Pure.
+"""Ranking of settings from the records of a search: their runs, failures, fidelity verdicts, and order. Pure.
 
-An unfaithful setting is out. One that nobody checked ranks after fp32 and the faithful ones, and a doubtful one last.
-Among the others `rank_for` decides. Speed: on the plateau, within 3 % of the fastest, a decided verdict wins over an
-undecided one, then the precision with the least to go wrong at run time, then the smallest batch (`dimensions.risks`).
-Memory: the least peak among settings no slower than the baseline; peaks within 2 % are alike, and speed decides.
-Energy: the least joules per sample, and within 3 % the setting with the least to go wrong.
+An unfaithful setting is excluded. Unchecked settings rank after fp32 and the faithful ones, doubtful ones last. Among
+the others `rank_for` decides by the objective. Speed: among settings within 3 % of the fastest (`PLATEAU`), a decided
+verdict ranks before an undecided one, then the precision with the fewest run-time risks, then the smallest batch
+(`dimensions.risks`). Memory: the lowest peak among settings no slower than the baseline; peaks within 2 % count as
+equal, and speed decides. Energy: the fewest joules per sample, and within 3 % the setting with the fewest risks.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from autotune_amp.dimensions import NUMERIC, numerics_of, risks
 from autotune_amp.search.space import SAME_MEMORY, Space
 from autotune_amp.trial.failures import suggested_fix
 
-PLATEAU = 0.03  # within it other criteria decide: processes differ by as much (studies/README.md, Timing)
-MAX_DATA_SHARE = 0.10  # a wait of 5 to 10 % of a step: loading data limits the speed (studies/README.md)
+# relative difference in speed that counts as equal: processes differ by as much (studies/README.md, Timing)
+PLATEAU = 0.03
+MAX_DATA_SHARE = 0.10  # above this share of a step spent waiting for data, loading limits the speed (studies/README.md)
 
-BEFORE_CONFIRMATION = ("search", "fallback")  # purposes of the trials on which the choice of contenders rests
+BEFORE_CONFIRMATION = ("search", "fallback")  # purposes of the trials that decide which settings are confirmed
 
 
 def is_trial(record: Record) -> bool:
@@ -48,45 +49,45 @@ def is_trial(record: Record) -> bool:
 
 
 def failures(records: Sequence[Record]) -> dict[Setting, Failure]:
-    """Return the first failure that speaks against each candidate, for those that have one.
+    """Return the first failure that counts for each candidate that has one.
 
     These do not count: a confirmation cut off by the budget; a run without the recommended environment, on one rank, or
-    for an outlook; a search trial that ran out of time although another trial of its candidate did not (the machine
-    stalled); a first crash, since anybody may kill a process; and a process that was still loading. Failures of checks
-    are handled by `found_fidelity`, `found_accumulation` and `loss_scales`.
+    at a larger effective batch; a search trial that timed out although another trial of its candidate did not (the
+    machine stalled); a first crash, since anybody may kill a process; and a process that was still loading. Failures of
+    checks are handled by `fidelity_verdicts`, `accumulation_result` and `loss_scales`.
     """
-    ran = {r.candidate for r in records if r.purpose == "search" and isinstance(r.outcome, Measurement)}
-    found: dict[Setting, Failure] = {}
+    measured_settings = {r.candidate for r in records if r.purpose == "search" and isinstance(r.outcome, Measurement)}
+    failures_by_setting: dict[Setting, Failure] = {}
     for record in without_first_crashes([r for r in records if is_trial(r)]):
         failure, purpose = record.outcome, record.purpose
         if not isinstance(failure, Failure) or purpose in ("plain", "one_rank", "outlook"):
             continue
         if failure.is_loading:
             continue
-        is_stalled = purpose == "confirm" or (purpose == "search" and record.candidate in ran)
+        is_stalled = purpose == "confirm" or (purpose == "search" and record.candidate in measured_settings)
         if failure.kind != "timeout" or not is_stalled:
-            found.setdefault(record.candidate, failure)
-    return found
+            failures_by_setting.setdefault(record.candidate, failure)
+    return failures_by_setting
 
 
 def without_first_crashes(records: Iterable[Record]) -> list[Record]:
     """Return the records without each candidate's first crash: anybody may kill a process, so it is run again."""
-    crashed, left = set[Setting](), []
+    crashed, kept = set[Setting](), []
     for record in records:
         is_crash = isinstance(record.outcome, Failure) and record.outcome.kind == "crash"
         if not is_crash or record.candidate in crashed:
-            left.append(record)
+            kept.append(record)
         elif is_crash:
             crashed.add(record.candidate)
-    return left
+    return kept
 
 
 class SettingRuns(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that measured one candidate in one environment.
 
     `rounds` are the confirmation rounds, one for each measurement; empty for a trial of the search. `loads` are the
-    known loads of the machine by others meanwhile. `failure` is why there is no measurement, None if there is one or
-    the candidate was never run. `is_beside_others`: other jobs of the search ran at the same time as any of them.
+    loads of the machine by other processes, where measured. `failure` is the reason that there is no measurement; None
+    if there is one or the candidate never ran. `is_beside_others`: other jobs of the search ran at the same time.
     """
 
     candidate: Setting
@@ -98,15 +99,15 @@ class SettingRuns(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, candidate: Setting, records: Sequence[Record], *, are_confirming: bool = False) -> SettingRuns:
-        """Return the runs of the candidate, from records that are all its own."""
-        ran = [(r, r.outcome) for r in records if isinstance(r.outcome, Measurement)]
+        """Return the runs in `records`, all of which are of the candidate."""
+        measured = [(r, r.outcome) for r in records if isinstance(r.outcome, Measurement)]
         return cls(
             candidate=candidate,
-            measurements=tuple(outcome for _, outcome in ran),
-            rounds=tuple(r.round or 0 for r, _ in ran) if are_confirming else (),
-            loads=tuple(r.load for r, _ in ran if r.load is not None),
-            failure=None if ran else failures(records).get(candidate),
-            is_beside_others=any(r.num_beside for r, _ in ran),
+            measurements=tuple(outcome for _, outcome in measured),
+            rounds=tuple(r.round or 0 for r, _ in measured) if are_confirming else (),
+            loads=tuple(r.load for r, _ in measured if r.load is not None),
+            failure=None if measured else failures(records).get(candidate),
+            is_beside_others=any(r.num_beside for r, _ in measured),
         )
 
     @property
@@ -125,10 +126,10 @@ class SettingRuns(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.rounds)
 
 
-def counted(records: Sequence[Record]) -> list[Record]:
-    """Return the records, but of each confirmation round only those on one slot.
+def without_lost_rounds(records: Sequence[Record]) -> list[Record]:
+    """Return the records without confirmation runs of rounds that were repeated because their slot was lost.
 
-    A round whose slot is lost runs again on another one. The slot with the most runs counts, the last of equals.
+    Of each round, the slot with the most runs is kept, or the last of several with equally many.
     """
     num_runs = Counter((r.round, r.slot) for r in records)
     slots: dict[int | None, str | None] = {}
@@ -140,15 +141,15 @@ def counted(records: Sequence[Record]) -> list[Record]:
 
 def confirm_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> SettingRuns:
     """Return the confirmation processes of a candidate in exactly this environment."""
-    ours = [r for r in counted(records) if r.candidate == candidate and is_confirming(r)]
-    ours = [r for r in ours if r.environment == environment]
-    return SettingRuns.of(candidate, ours, are_confirming=True)
+    confirming = [r for r in without_lost_rounds(records) if r.candidate == candidate and is_confirming(r)]
+    confirming = [r for r in confirming if r.environment == environment]
+    return SettingRuns.of(candidate, confirming, are_confirming=True)
 
 
 def is_confirming(record: Record) -> bool:
-    """Return whether a record is of a confirmation process, or counts as one, as does a trial of a command."""
-    found = record.outcome
-    was_cut = isinstance(found, Measurement) and found.was_cut
+    """Whether a record is of a confirmation process, or of a trial of a command, which counts as one."""
+    outcome = record.outcome
+    was_cut = isinstance(outcome, Measurement) and outcome.was_cut
     return record.purpose == "confirm" or (record.purpose == "search" and record.round is not None and not was_cut)
 
 
@@ -157,12 +158,12 @@ def best_runs(records: Sequence[Record], candidate: Setting, environment: Mappin
     confirmed = confirm_runs(records, candidate, environment)
     if confirmed.measurements or confirmed.failure:
         return confirmed
-    ours = [r for r in records if r.candidate == candidate and r.purpose in BEFORE_CONFIRMATION]
-    return SettingRuns.of(candidate, [r for r in ours if isinstance(r.outcome, Measurement)][-1:] or ours)
+    trials = [r for r in records if r.candidate == candidate and r.purpose in BEFORE_CONFIRMATION]
+    return SettingRuns.of(candidate, [r for r in trials if isinstance(r.outcome, Measurement)][-1:] or trials)
 
 
 def were_processes_shared(records: Sequence[Record]) -> bool:
-    """Whether the confirmation measured several settings one after the other in the same process."""
+    """Whether the confirmation measured several settings in the same process, one after the other."""
     return any(r.round is not None and r.start_seconds == 0.0 and isinstance(r.outcome, Measurement) for r in records)
 
 
@@ -171,29 +172,32 @@ def data_share(measured: Measurement) -> float:
     return measured.data_seconds / measured.step_seconds
 
 
-def is_waiting(records: Sequence[Record]) -> bool:
+def is_limited_by_data(records: Sequence[Record]) -> bool:
     """Whether loading data limits the speed of any candidate measured with the user's own number of workers."""
-    own = [r.outcome for r in records if r.purpose == "search" and r.candidate.num_workers is None]
-    return any(isinstance(o, Measurement) and not o.was_cut and data_share(o) > MAX_DATA_SHARE for o in own)
+    outcomes = [r.outcome for r in records if r.purpose == "search" and r.candidate.num_workers is None]
+    return any(isinstance(o, Measurement) and not o.was_cut and data_share(o) > MAX_DATA_SHARE for o in outcomes)
 
 
 def check_key(candidate: Setting) -> Setting:
-    """Return the setting by which fidelity checks are kept: the candidate's numerics at batch size 1.
+    """Return the key of a candidate's fidelity check: a setting with its numerics at batch size 1.
 
-    A check holds at every batch size. fp32 with the user's own flags counts as TF32, since parts of it may use TF32.
+    A verdict holds at every batch size. fp32 with the user's own flags counts as TF32, since parts of it may use TF32.
     """
     precision = "tf32" if candidate.as_found and candidate.precision == "fp32" else candidate.precision
     return replace(numerics_of(candidate), precision=precision, batch_size=1, accumulation_steps=1)
 
 
 def needs_check(candidate: Setting, space: Space) -> bool:
-    """Whether a candidate needs a fidelity check: all but strict fp32, unless weights are in low precision."""
+    """Whether a candidate needs a fidelity check: all but strict fp32 do, and that too with low-precision weights."""
     key = check_key(candidate)
     return key.precision != "fp32" or not key.is_ordinary or space.weights in ("bf16", "fp16")
 
 
-def can_check(candidate: Setting, space: Space) -> bool:
-    """Whether a fidelity check is possible: off CUDA, the user's own flags can mean more than TF32."""
+def is_checkable(candidate: Setting, space: Space) -> bool:
+    """Whether a fidelity check is needed and possible.
+
+    It is impossible for the user's own flags on a device without TF32, where they may change more than TF32.
+    """
     return (
         "fidelity" in space.checks
         and needs_check(candidate, space)
@@ -201,16 +205,17 @@ def can_check(candidate: Setting, space: Space) -> bool:
     )
 
 
-def found_fidelity(records: Sequence[Record]) -> dict[Setting, Fidelity]:
-    """Return the verdict of each check by `check_key`, a failed check included: the latest on initial weights, or that
-    on trained weights if it is *unfaithful*.
+def fidelity_verdicts(records: Sequence[Record]) -> dict[Setting, Fidelity]:
+    """Return the verdict of each check, including failed ones, by `check_key`.
 
-    A *doubtful* verdict on trained weights does not replace the first: training that has nearly learned its few samples
-    leaves little noise between batches to compare rounding with, and a healthy setting may look doubtful
-    (studies/fidelity). As for trials, a crash counts from the second on.
+    It is the latest on initial weights, or that on trained weights if it is *unfaithful*.
+
+    A *doubtful* verdict on trained weights does not replace the first: once a model has nearly learned its few samples,
+    there is little noise between batches to compare rounding with, and a faithful setting may look doubtful
+    (studies/fidelity). As for trials, only a second crash counts.
     """
     verdicts = [
-        (check_key(r.candidate), r.outcome if isinstance(r.outcome, Fidelity) else _of_failure(r))
+        (check_key(r.candidate), r.outcome if isinstance(r.outcome, Fidelity) else _fidelity_of_failed_check(r))
         for r in without_first_crashes(r for r in records if r.purpose == "fidelity")
     ]
     found: dict[Setting, Fidelity] = {}
@@ -222,39 +227,42 @@ def found_fidelity(records: Sequence[Record]) -> dict[Setting, Fidelity]:
     return found
 
 
-def found_accumulation(records: Sequence[Record]) -> Accumulation | None:
-    """Return the result of the accumulation check, *unchecked* if it did not finish, or None if there was none."""
+def accumulation_result(records: Sequence[Record]) -> Accumulation | None:
+    """Return the result of the accumulation check, *unchecked* if it did not finish; None if it was not run."""
     record = next((r for r in reversed(records) if r.purpose == "accumulation"), None)
     if record is None:
         return None
-    failure = record.outcome
-    if isinstance(failure, Accumulation):
-        return failure
-    assert isinstance(failure, Failure)
+    outcome = record.outcome
+    if isinstance(outcome, Accumulation):
+        return outcome
+    assert isinstance(outcome, Failure)
     return Accumulation(
         verdict="unchecked",
-        reason=sentence(f"Accumulation is unchecked: the check did not end: {failure.kind}: {failure.message}"),
-        next_step=_next_step(failure),
+        reason=sentence(f"Accumulation is unchecked: the check failed: {outcome.kind}: {outcome.message}"),
+        next_step=_next_step(outcome),
         batch_size=record.candidate.batch_size,
         num_micro_batches=0,
         seconds=record.seconds,
     )
 
 
-def verdict_on(candidate: Setting, space: Space, known: Mapping[Setting, Fidelity]) -> Fidelity | None:
-    """Return the verdict on a candidate, *unchecked* if no check was made; None for fp32, the reference."""
+def verdict_on(candidate: Setting, space: Space, fidelity: Mapping[Setting, Fidelity]) -> Fidelity | None:
+    """Return the fidelity verdict on a candidate, *unchecked* without a check; None for fp32, the reference."""
     if not needs_check(candidate, space):
         return None
-    unmade = "the search ended before it was checked", "Give a larger --budget."
-    if not can_check(candidate, space):
-        unmade = "its flags are the caller's own, and here they cannot be checked", "Try --baseline with a precision."
-    return known.get(check_key(candidate)) or _judged(candidate, "unchecked", *unmade)
+    reason_and_next_step = "the search ended before it was checked", "Give a larger --budget."
+    if not is_checkable(candidate, space):
+        reason_and_next_step = (
+            "the flags set by your own code cannot be checked on this device",
+            "Name the precision that you train in, as in --baseline fp32:32.",
+        )
+    return fidelity.get(check_key(candidate)) or _fidelity_without_check(candidate, "unchecked", *reason_and_next_step)
 
 
-def harm(known: Mapping[Setting, Fidelity], candidate: Setting) -> str | None:
-    """Return the reason if a verdict rules the candidate out, else None."""
-    found = known.get(check_key(candidate))
-    return found.reason.rstrip(".") if found is not None and found.verdict == "unfaithful" else None
+def unfaithful_reason(fidelity: Mapping[Setting, Fidelity], candidate: Setting) -> str | None:
+    """Return the reason if the candidate's verdict is *unfaithful*, else None."""
+    verdict = fidelity.get(check_key(candidate))
+    return verdict.reason.rstrip(".") if verdict is not None and verdict.verdict == "unfaithful" else None
 
 
 UNDECIDED_TIER = 1
@@ -262,50 +270,53 @@ _TIERS: dict[Verdict, int] = {"undecided": UNDECIDED_TIER, "unchecked": 2, "doub
 LAST_TIER = max(_TIERS.values())
 
 
-def tier(found: Fidelity | None) -> int:
-    """Return the tier of a setting by its verdict, None for fp32. A lower tier ranks first.
+def tier(verdict: Fidelity | None) -> int:
+    """Return the tier of a setting by its verdict, which is None for fp32. A lower tier ranks first.
 
-    Tier 0 are fp32 and the faithful, tier 1 the undecided, which rank behind tier 0 only at equal speed, then the
-    unchecked, the doubtful and the unfaithful.
+    Tier 0 holds fp32 and faithful settings, tier 1 undecided ones, which rank after tier 0 only at equal speed. Then
+    come unchecked, doubtful and unfaithful settings.
     """
-    return 0 if found is None else _TIERS.get(found.verdict, 0)
+    return 0 if verdict is None else _TIERS.get(verdict.verdict, 0)
 
 
 def contenders(
     merits: Mapping[Setting, Merit], tiers: Mapping[Setting, int], baseline: Setting
 ) -> dict[Setting, Merit]:
-    """Return the settings that may replace the baseline: a config can express them and no check puts them in a tier
-    behind the baseline. The undecided are among them.
+    """Return the settings that may replace the baseline: those that a config can express, in no later tier than the
+    baseline. Undecided ones are included.
     """
-    last = max(min(tiers.values()), tiers.get(baseline, 0), UNDECIDED_TIER)
-    return {c: found for c, found in merits.items() if tiers[c] <= last and not c.as_found}
+    last_tier = max(min(tiers.values()), tiers.get(baseline, 0), UNDECIDED_TIER)
+    return {c: merit for c, merit in merits.items() if tiers[c] <= last_tier and not c.as_found}
 
 
-def exclusions(known: Mapping[Setting, Fidelity]) -> tuple[Exclusion, ...]:
-    """Return the precisions that the verdicts rule out at every batch size, as long as no modules are pinned."""
+def exclusions(fidelity: Mapping[Setting, Fidelity]) -> tuple[Exclusion, ...]:
+    """Return the precisions with an *unfaithful* verdict, excluded at every batch size without pinned modules."""
     return tuple(
-        Exclusion(precision=check.precision, batch_size=None, reason=reason)
-        for check in known
-        if check.is_ordinary and (reason := harm(known, check)) is not None
+        Exclusion(precision=key.precision, batch_size=None, reason=reason)
+        for key in fidelity
+        if key.is_ordinary and (reason := unfaithful_reason(fidelity, key)) is not None
     )
 
 
 def _next_step(failure: Failure) -> str:
+    """Return the next step for a user whose check failed."""
     if failure.kind == "timeout":
         return "Give a larger --budget."
     return suggested_fix(failure) or "Fix that error, or use another precision."
 
 
-def _of_failure(record: Record) -> Fidelity:
+def _fidelity_of_failed_check(record: Record) -> Fidelity:
+    """Return the verdict of a check that failed: *unfaithful* if the precision is the cause, else *unchecked*."""
     failure = record.outcome
     assert isinstance(failure, Failure)
-    what = f"{failure.kind}: {failure.message}"
+    description = f"{failure.kind}: {failure.message}"
     if failure.kind in OF_THE_PRECISION:
         return _judged(record.candidate, "unfaithful", what, suggested_fix(failure) or "Use another precision.")
     return _judged(record.candidate, "unchecked", f"the check did not come to an end: {what}", _next_step(failure))
 
 
-def _judged(candidate: Setting, verdict: Verdict, reason: str, next_step: str) -> Fidelity:
+def _fidelity_without_check(candidate: Setting, verdict: Verdict, reason: str, next_step: str) -> Fidelity:
+    """Return a verdict that follows from a `reason` instead of a finished check."""
     key = check_key(candidate)
     return Fidelity(
         precision=key.precision,
@@ -336,14 +347,13 @@ def merit(measurements: Sequence[Measurement], applied_share: float = 1.0) -> Me
 
 
 def joules_per_sample(measurements: Iterable[Measurement]) -> float | None:
-    """Return the median over the processes that read an energy counter, or None if none did."""
-    known = [m.joules_per_sample for m in measurements if m.joules_per_sample is not None]
-    return median(known) if known else None
+    """Return the median joules per sample of the processes that read an energy counter, or None if none did."""
+    values = [m.joules_per_sample for m in measurements if m.joules_per_sample is not None]
+    return median(values) if values else None
 
 
 def rank(measured: Mapping[Setting, float], tiers: Mapping[Setting, int] | None = None) -> list[Setting]:
-    """Return the candidates by speed, given their samples per second: the winner, then the winner among the rest, and
-    so on.
+    """Return the candidates ranked by speed, given their samples per second: repeatedly the winner among those left.
 
     Lower tiers come first; a candidate missing from `tiers` has tier 0, and the undecided tier counts as 0. Within a
     tier, candidates with the user's own flags come last, since a config cannot express them.
@@ -358,55 +368,56 @@ def rank_for(
     least_speed: float = 0.0,
     tiers: Mapping[Setting, int] | None = None,
 ) -> list[Setting]:
-    """Return the candidates ranked by any objective, as `rank` does by speed: within `PLATEAU` the least to go wrong
-    wins.
+    """Return the candidates ranked by any objective, as `rank` does by speed.
 
-    For memory, candidates below `least_speed` samples per second come after the others of their tier; for energy, those
-    without joules do. Both are then ranked by speed.
+    Within `PLATEAU` of the best, the one with the fewest risks wins. For memory, candidates below `least_speed` samples
+    per second come after the others of their tier; for energy, those without joules do. Both are then ranked by speed.
     """
 
-    def winner(left: Sequence[Setting]) -> Setting:
-        speeds = {c: merits[c].samples_per_second for c in left}
+    def winner(candidates: Sequence[Setting]) -> Setting:
+        speeds = {c: merits[c].samples_per_second for c in candidates}
         if objective == "memory":
-            peaks = {c: merits[c].peak_memory_bytes for c in left if speeds[c] >= least_speed}
-            speeds = {c: speeds[c] for c, peak in peaks.items() if SAME_MEMORY * peak <= min(peaks.values())} or speeds
-        joules = {c: j for c in left if (j := merits[c].joules_per_sample) is not None}
+            peaks = {c: merits[c].peak_memory_bytes for c in candidates if speeds[c] >= least_speed}
+            speeds = {
+                c: speeds[c] for c, peak in peaks.items() if SAME_MEMORY_SHARE * peak <= min(peaks.values())
+            } or speeds
+        joules = {c: j for c in candidates if (j := merits[c].joules_per_sample) is not None}
         if objective == "energy" and joules:
-            close = [c for c, drawn in joules.items() if (1 - PLATEAU) * drawn <= min(joules.values())]
+            equals = [c for c, energy in joules.items() if (1 - PLATEAU) * energy <= min(joules.values())]
         else:
-            close = [c for c, speed in speeds.items() if speed >= (1 - PLATEAU) * max(speeds.values())]
-        return min(close, key=lambda c: (known.get(c, 0), risks(c)))
+            equals = [c for c, speed in speeds.items() if speed >= (1 - PLATEAU) * max(speeds.values())]
+        return min(equals, key=lambda c: (tier_of.get(c, 0), risks(c)))
 
-    known = tiers or {}
+    tier_of = tiers or {}
     groups: dict[tuple[int, bool], list[Setting]] = {}
     for candidate in merits:
-        groups.setdefault((max(UNDECIDED_TIER, known.get(candidate, 0)), candidate.as_found), []).append(candidate)
+        groups.setdefault((max(UNDECIDED_TIER, tier_of.get(candidate, 0)), candidate.as_found), []).append(candidate)
     ranking: list[Setting] = []
-    for _, left in sorted(groups.items(), key=lambda item: item[0]):
-        while left:
-            ranking.append(winner(left))
-            left.remove(ranking[-1])
+    for _, candidates in sorted(groups.items(), key=lambda item: item[0]):
+        while candidates:
+            ranking.append(winner(candidates))
+            candidates.remove(ranking[-1])
     return ranking
 
 
 def least_speed(objective: Objective, baseline: Merit | None) -> float:
-    """Return the least samples per second of a choice: for memory the baseline's less 3 %, otherwise 0."""
+    """Return the least samples per second for a recommendation: for memory 97 % of the baseline's, otherwise 0."""
     return (1 - PLATEAU) * baseline.samples_per_second if objective == "memory" and baseline is not None else 0.0
 
 
-def is_worth_a_change(objective: Objective, found: Merit, today: Merit) -> bool:
-    """Return whether a choice gains 3 % over the baseline `today`.
+def is_worth_a_change(objective: Objective, candidate: Merit, baseline: Merit) -> bool:
+    """Whether a setting improves on the baseline by at least 3 % in the objective.
 
-    For memory, a choice with the baseline's peak counts if it is 3 % faster, and a slower choice never does.
+    For memory, a setting with the baseline's peak counts if it is 3 % faster, and one slower than the baseline never.
     """
     if objective == "memory":
-        if found.samples_per_second < least_speed(objective, today):
+        if candidate.samples_per_second < least_speed(objective, baseline):
             return False
-        is_faster = found.samples_per_second >= (1 + PLATEAU) * today.samples_per_second
-        is_no_larger = SAME_MEMORY * found.peak_memory_bytes <= today.peak_memory_bytes
-        return found.peak_memory_bytes <= (1 - PLATEAU) * today.peak_memory_bytes or (is_faster and is_no_larger)
+        is_faster = candidate.samples_per_second >= (1 + PLATEAU) * baseline.samples_per_second
+        is_no_larger = SAME_MEMORY_SHARE * candidate.peak_memory_bytes <= baseline.peak_memory_bytes
+        return candidate.peak_memory_bytes <= (1 - PLATEAU) * baseline.peak_memory_bytes or (is_faster and is_no_larger)
     if objective == "energy":
-        if found.joules_per_sample is None or today.joules_per_sample is None:
-            return found.joules_per_sample is not None
-        return found.joules_per_sample <= (1 - PLATEAU) * today.joules_per_sample
-    return found.samples_per_second >= (1 + PLATEAU) * today.samples_per_second
+        if candidate.joules_per_sample is None or baseline.joules_per_sample is None:
+            return candidate.joules_per_sample is not None
+        return candidate.joules_per_sample <= (1 - PLATEAU) * baseline.joules_per_sample
+    return candidate.samples_per_second >= (1 + PLATEAU) * baseline.samples_per_second

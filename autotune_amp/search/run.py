@@ -1,4 +1,4 @@
-"""Runner of a search's stages: asks for a job for every free slot, runs it, and appends its record to the ledger."""
+"""Runner of a search's stages: it asks them for a job for every free slot, runs it, and appends its record."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from autotune_amp.processes.process import Watcher
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Budget, Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.stages.pending import expecting
+from autotune_amp.search.stages.pending import ledger_with_expected
 from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
 
 
 class Stage(Protocol):
-    """Interface of one phase of a search. Pure, apart from its own counters; time limits come from the planner.
+    """Interface of one phase of a search. It is pure, apart from its own counters; time limits come from the planner.
 
-    An `is_exclusive` stage depends on the last result and is asked only while nothing runs.
+    An `is_exclusive` stage depends on the last result: its `next` is called only while no job runs.
     """
 
     is_exclusive: ClassVar[bool]
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | ProfileJob | None:
-        """Return the next job, or None if the stage is over or has to wait for a running job."""
+        """Return the next job, or None if the stage is finished or has to wait for a running job."""
 
 
-class RunsJobs(Protocol):
-    """Interface that a search needs of a backend."""
+class JobBackend(Protocol):
+    """Interface of the backend that runs the jobs of a search."""
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -48,7 +48,7 @@ class RunsJobs(Protocol):
 
 
 class ProgressWatcher(Watcher):
-    """Watcher that passes events of a backend on to the progress display and the load meter.
+    """Watcher that forwards events of a backend to the progress display and the load meter.
 
     With several slots, each has a watcher of its own, whose `slot` is the slot's name.
     """
@@ -64,7 +64,7 @@ class ProgressWatcher(Watcher):
         self._phase = ""
 
     def phase(self, text: str) -> None:
-        """Show a new phase, unless it is shown already."""
+        """Show a new phase, unless it is already shown."""
         if text != self._phase:
             self._phase = text
             self.progress.phase(text)
@@ -93,13 +93,13 @@ class ProgressWatcher(Watcher):
 
 
 class Watchers:
-    """Watcher of a search as a whole, and one for each of several slots by name."""
+    """Watchers of a search: one for the whole, and one for each of several slots by name."""
 
     def __init__(self, whole: ProgressWatcher) -> None:
         self._watchers: dict[str | None, ProgressWatcher] = {None: whole}
 
-    def of(self, slot: Slot) -> ProgressWatcher:
-        """Return the watcher of a slot, creating it at first. Load by other processes is measured only on this host."""
+    def for_slot(self, slot: Slot) -> ProgressWatcher:
+        """Return the watcher of a slot, created at the first call. Load by others is measured only on this host."""
         if slot.name not in self._watchers:
             whole = self._watchers[None]
             meter = LoadMeter(slot.uuid) if slot.is_here else None
@@ -108,13 +108,13 @@ class Watchers:
 
     @property
     def last_step_seconds(self) -> float | None:
-        """Return the seconds of a step seen on any slot, or None."""
-        seen = (watcher.last_step_seconds for watcher in self._watchers.values())
-        return next((seconds for seconds in seen if seconds is not None), None)
+        """Return the seconds of the last step on any slot that finished one, or None."""
+        times = (watcher.last_step_seconds for watcher in self._watchers.values())
+        return next((seconds for seconds in times if seconds is not None), None)
 
 
 @dataclass(eq=False)
-class _Running:
+class _RunningJob:
     """Running job and the fields of its record other than the outcome."""
 
     job: Trial | Check | ProfileJob
@@ -127,19 +127,19 @@ class _Running:
 
 
 class Runner:
-    """Runner of jobs on a backend's slots, each with its watcher, which appends their records to the ledger.
+    """Runner of jobs on a backend's slots, which appends their records to the ledger.
 
-    `lost` are jobs whose slot was lost, to be run once more. A job lost a second time has failed.
+    `lost` holds jobs whose slot was lost, to be run once more. A job lost a second time has failed.
     """
 
-    def __init__(self, backend: RunsJobs, ledger: Ledger, planner: Planner, watchers: Watchers) -> None:
+    def __init__(self, backend: JobBackend, ledger: Ledger, planner: Planner, watchers: Watchers) -> None:
         self.ledger = ledger
         self.planner = planner
         self._backend = backend
         self._watchers = watchers
-        self._running: list[_Running] = []
+        self._running: list[_RunningJob] = []
         self.lost: list[Trial | Check | ProfileJob] = []
-        self._were_lost: list[Trial | Check | ProfileJob] = []
+        self._lost_once: list[Trial | Check | ProfileJob] = []
 
     @property
     def pending(self) -> list[Trial | Check | ProfileJob]:
@@ -152,16 +152,16 @@ class Runner:
         return self._backend.slots
 
     @property
-    def free(self) -> list[Slot]:
+    def free_slots(self) -> list[Slot]:
         """Return the slots without a running job."""
-        taken = [running.slot.name for running in self._running]
-        return [slot for slot in self.slots if slot.name not in taken]
+        busy_slots = [running.slot.name for running in self._running]
+        return [slot for slot in self.slots if slot.name not in busy_slots]
 
     def start(self, job: Trial | Check | ProfileJob, slot: Slot) -> None:
         """Start a job on a free slot."""
-        watcher = self._watchers.of(slot)
+        watcher = self._watchers.for_slot(slot)
         meter = watcher.meter if isinstance(job, Trial) else None
-        if watcher.slot is None:  # on several slots phases overlap
+        if watcher.slot is None:  # phases overlap on several slots
             watcher.phase(_phase(job))
         numbers = (*(r.number for r in self.ledger.records), *(running.number for running in self._running))
         number = 1 + max(numbers, default=0)
@@ -171,35 +171,35 @@ class Runner:
         handle = self._backend.submit(replace(job, loading_seconds=left_seconds), slot)
         if meter is not None:  # the slot's previous process has ended by now
             meter.start()
-        self._running.append(_Running(job, slot, number, handle, started, meter))
+        self._running.append(_RunningJob(job, slot, number, handle, started, meter))
         for running in self._running:
             running.num_beside = max(running.num_beside, len(self._running) - 1)
 
     def finish(self) -> Record | None:
-        """Wait for a job to end, append its record and return it; None if the job has to be run again."""
+        """Wait for a job to end, append its record and return it; None if its slot was lost and it runs again."""
         handle = self._backend.wait([running.handle for running in self._running])
-        ended = next(running for running in self._running if running.handle is handle)
-        job, watcher = ended.job, self._watchers.of(ended.slot)
-        self._running.remove(ended)
+        finished = next(running for running in self._running if running.handle is handle)
+        job, watcher = finished.job, self._watchers.for_slot(finished.slot)
+        self._running.remove(finished)
         try:
             outcome = handle.result()
         except SlotLostError as lost:
-            watcher.progress.trial_lost(ended.number, ended.slot.name)
-            if not any(job is other for other in self._were_lost):
-                self._were_lost.append(job)
+            watcher.progress.trial_lost(finished.number, finished.slot.name)
+            if not any(job is other for other in self._lost_once):
+                self._lost_once.append(job)
                 self.lost.append(job)
                 return None
-            outcome = Failure(kind="crash", message=f"the place where it ran was lost, twice: {lost.reason}")
+            outcome = Failure(kind="crash", message=f"the slot that it ran on was lost twice: {lost.reason}")
         record = Record(
             search_id=self.ledger.search_id,
-            number=ended.number,
+            number=finished.number,
             candidate=job.candidate,
             purpose=_purpose(job),
             outcome=outcome,
-            seconds=self.planner.budget.elapsed() - ended.started,
-            load=None if ended.meter is None else ended.meter.stop(),
+            seconds=self.planner.budget.elapsed() - finished.started,
+            load=None if finished.meter is None else finished.meter.stop(),
             slot=watcher.slot,
-            num_beside=ended.num_beside,
+            num_beside=finished.num_beside,
         )
         if isinstance(job, Trial):
             record = replace(
@@ -214,27 +214,31 @@ class Runner:
         return record
 
 
-def run(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
-    """Run the jobs of the stages, one stage after the other, and yield every record once it is in the ledger.
+def run_stages(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
+    """Run the jobs of the stages in order, and yield every record once it is in the ledger.
 
-    On several slots, stages decide as if the running jobs had ended as expected. A stage without a job passes the turn
-    to the next one; it is over once it has no job while nothing runs.
+    On several slots, stages decide as if the running jobs had ended as expected. If a stage has no job while others
+    run, the next stage is asked; it is finished once it has no job while nothing runs.
     """
-    left = list(stages)
-    while left or runner.pending:
-        while runner.free and (job := runner.lost.pop(0) if runner.lost else _next(left, runner)) is not None:
-            runner.start(job, runner.free[0])
+    stages_left = list(stages)
+    while stages_left or runner.pending:
+        while (
+            runner.free_slots
+            and (job := runner.lost.pop(0) if runner.lost else _next_job(stages_left, runner)) is not None
+        ):
+            runner.start(job, runner.free_slots[0])
         if runner.pending:
             record = runner.finish()
             if record is not None:
                 yield record
         else:
-            del left[:1]
+            del stages_left[:1]
 
 
-def _next(stages: Sequence[Stage], runner: Runner) -> Trial | Check | ProfileJob | None:
+def _next_job(stages: Sequence[Stage], runner: Runner) -> Trial | Check | ProfileJob | None:
+    """Return the job of the first stage or, while jobs run, of the first that has one; None if there is none."""
     pending = runner.pending
-    expected = expecting(runner.ledger, pending)
+    expected = ledger_with_expected(runner.ledger, pending)
     for stage in stages:
         if expected is None or (pending and stage.is_exclusive):
             return None
@@ -251,16 +255,17 @@ def _purpose(job: Trial | Check | ProfileJob) -> Purpose:
 _PHASES = {
     "accumulation": "checking whether gradients accumulate",
     "calibration": "calibrating the loss scale",
-    "profile": "taking a step of the best apart",
+    "profile": "profiling a step of the best setting",
     "fallback": "measuring fallbacks",
     "one_rank": "measuring one rank alone",
-    "outlook": "looking beyond the effective batch size",
+    "outlook": "measuring larger effective batch sizes",
     "confirm": "confirming in fresh processes",
     "plain": "confirming in fresh processes",
 }
 
 
 def _phase(job: Trial | Check | ProfileJob) -> str:
+    """Return the text of the phase that the progress display shows during a job."""
     setting, purpose = job.candidate, _purpose(job)
     if isinstance(job, Check) and purpose == "fidelity":
         return f"checking {setting.labelled(NUMERIC)} against fp32{after_steps(job.num_steps_before)}"

@@ -1,4 +1,4 @@
-"""The search from loading the workload to the recommendation: open it, build the space, run the stages, decide."""
+"""Search from loading the workload to the recommendation: open the workload, build the space, run stages, decide."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
 from autotune_amp.search.planner import MIN_ROUNDS, Budget, Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run
+from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run_stages
 from autotune_amp.search.source import OpenedWorkload, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.stages.checks import Checks, LossScales, TrainedWeightsChecks
-from autotune_amp.search.stages.confirm import Confirm, LargerBatches, OneRank
-from autotune_amp.search.stages.explore import exploring, share_building, untried_seed
+from autotune_amp.search.stages.confirm import ConfirmationRounds, LargerBatchTrials, OneRankTrial
+from autotune_amp.search.stages.explore import exploration_stages, share_building, untried_seed
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.stages.variants import LoaderWorkers, Variants
 from autotune_amp.search.storage import shared
@@ -52,10 +52,10 @@ from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.energy import require_counter
 from autotune_amp.trial.memory import recommended_environment
 
-_HELD_SHARE_WORTH_A_WORD = 0.05
+_MIN_HELD_SHARE_TO_WARN = 0.05  # of the device's memory, held by the calling process
 
 
-def search_anew(
+def run_search(
     source: Source,
     options: SearchOptions,
     progress: Progress,
@@ -63,50 +63,51 @@ def search_anew(
     settings: dict[str, Any],
     cached: Recommendation | None,
     fingerprint: Fingerprint | None,
-    answer_for: Callable[[Fingerprint], Recommendation | None],
+    saved_recommendation_for: Callable[[Fingerprint], Recommendation | None],
     *,
     is_fresh: bool,
 ) -> Recommendation:
-    """Run a search in `folder` and return its recommendation, or the cached one if the fingerprint found later matches.
+    """Run a search in `folder` and return its recommendation.
 
-    `fingerprint` is None if it is only known once a child has imported the workload. `cached` is the folder's
-    recommendation. `answer_for` returns a known recommendation for a fingerprint, or None.
+    `fingerprint` is None if only a child process that imported the workload can compute it. `cached` is the folder's
+    saved recommendation. `saved_recommendation_for` returns a saved recommendation for a fingerprint, or None; unless
+    `is_fresh`, it is returned without searching.
     """
     search = _Search(source, options, progress, folder)
     try:
         with folder, search.devices:
-            answer = None if fingerprint is None or is_fresh else answer_for(fingerprint)
-            if answer is not None:
-                return answer
-            is_given = options.budget_seconds != DEFAULT_BUDGET_SECONDS
-            progress.started(folder.path.name, str(folder.path), options.budget_seconds if is_given else None)
+            recommendation = None if fingerprint is None or is_fresh else saved_recommendation_for(fingerprint)
+            if recommendation is not None:
+                return recommendation
+            is_budget_set = options.budget_seconds != DEFAULT_BUDGET_SECONDS
+            progress.started(folder.path.name, str(folder.path), options.budget_seconds if is_budget_set else None)
             with search.backend() as backend:
                 source.keep_in(folder.path)
                 search.watcher.phase("loading the workload")
                 state = source.torch_state(backend.load(search.budget.left()))
                 if fingerprint is None:
                     fingerprint = source.fingerprint_by_child(settings, search.devices.identity(), backend, state)
-                    answer = None if is_fresh else answer_for(fingerprint)
-                    if answer is not None:
-                        return answer
+                    recommendation = None if is_fresh else saved_recommendation_for(fingerprint)
+                    if recommendation is not None:
+                        return recommendation
                 if cached is not None and not is_fresh and not cached.search.was_interrupted:
                     for line in cached.fingerprint.differences(fingerprint):
                         progress.note(f"Searching again: {line}.")
                 search_id = folder.search_id(fingerprint.digest, is_fresh=is_fresh)
                 try:
-                    return search.run(backend, fingerprint, search_id, asks_others=not is_fresh)
-                except BaseException:  # an answer says so itself
+                    return search.run(backend, fingerprint, search_id, uses_shared_setting=not is_fresh)
+                except BaseException:  # a recommendation contains these lines itself
                     for line in source.leftovers():
                         progress.note(line)
                     raise
     except SlotLostError as lost:
         raise ClusterLostError(
-            f"{lost.slot.name} was lost while the workload was loaded there: {lost.reason}",
+            f"{lost.slot.name} was lost while it loaded the workload: {lost.reason}",
             "Run the same search again.",
         ) from None
     except KeyboardInterrupt:
         best = cached if cached is not None and cached.search.was_interrupted else None
-        when = "there was an answer; what was measured is kept" if folder.records() else "the first trial"
+        when = "there was a recommendation; the measured trials are kept" if folder.records() else "the first trial"
         raise SearchInterruptedError(
             f"Interrupted before {when}.",
             "Run the same search again.",
@@ -116,43 +117,44 @@ def search_anew(
 
 
 class _Search:
-    """One search, with what it holds open. Read `run`, `_search` and `_confirm` for its order of events."""
+    """Search with its budget, folder, devices and watchers. Its steps are in `run`, `_search` and `_confirm`."""
 
     def __init__(self, source: Source, options: SearchOptions, progress: Progress, folder: StudyFolder) -> None:
         self.budget = Budget(options.budget_seconds)
         self.folder = folder
         self._meter = LoadMeter(identify(options.first_device).uuid)
-        self._load_notes = host.load_notes()  # before our own work is part of it
+        self._load_notes = host.load_notes()  # measured before the search adds load of its own
         self.watcher = ProgressWatcher(progress, self.budget, self._meter)
         self._watchers = Watchers(self.watcher)
         self._source = source
         self._options = options
         self._progress = progress
-        self._warnings: list[str] = []  # what changes what the reader does
+        self._warnings: list[str] = []  # lines that the user should act on
         self._notes: list[str] = []
         self.devices = _devices(source, options, self._watchers, self._note)
-        self._is_spent = False
+        self._is_budget_spent = False
 
     def backend(self) -> WorkloadBackend:
         """Return the backend that runs the jobs before the confirmation."""
-        found = self.devices.backend()
+        backend = self.devices.backend()
         self.budget.num_slots = self.devices.num_slots
-        return found
+        return backend
 
     def run(
-        self, backend: WorkloadBackend, fingerprint: Fingerprint, search_id: str, *, asks_others: bool
+        self, backend: WorkloadBackend, fingerprint: Fingerprint, search_id: str, *, uses_shared_setting: bool
     ) -> Recommendation:
         """Open the workload, build the space, run the stages, decide and save; return the recommendation.
 
-        With `asks_others` a search without records first tries the setting found by others for the same code.
+        With `uses_shared_setting`, a search without records first tries the best setting that the storage has for the
+        same code.
         """
         opened, load_before = self._open(backend)
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
-        like = self._like(fingerprint) if asks_others and not ledger.records else None
-        planner = Planner(self._job_defaults(opened, backend, like), self.budget)
+        similar_best = self._shared_setting(fingerprint) if uses_shared_setting and not ledger.records else None
+        planner = Planner(self._job_defaults(opened, backend, similar_best), self.budget)
         interruption = self._run_stages(backend, ledger, planner)
         if ledger.final_shortlist is None:
-            raise self._nothing_to_choose(ledger, interruption)
+            raise self._error_without_choice(ledger, interruption)
         recommendation = recommend(
             ledger,
             options=self._options,
@@ -170,11 +172,11 @@ class _Search:
             trials = count(len(ledger.trials), "trial")
             raise SearchInterruptedError(
                 f"{interruption} after {trials}; the best so far is in {self.folder.recommendation_path}.",
-                "Run the same search again to go on.",
+                "Run the same search again to continue it.",
                 recommendation.excluded,
                 recommendation,
             )
-        self._keep_for_others(recommendation)
+        self._store_for_others(recommendation)
         return recommendation
 
     def _run_stages(self, backend: WorkloadBackend, ledger: Ledger, planner: Planner) -> str | None:
@@ -183,7 +185,7 @@ class _Search:
             try:
                 self._search(backend, ledger, planner)
             finally:
-                backend.close()  # the user's own run will not have its memory and threads either
+                backend.close()  # its memory and threads would disturb the fresh processes
             self._confirm(ledger, planner)
         except KeyboardInterrupt:
             return "Interrupted"
@@ -203,20 +205,25 @@ class _Search:
             if untried_seed(ledger, planner.job_defaults) is not None:
                 self._progress.note(planner.forecast(ledger, may_fork="share_build" in backend.abilities))
             share_building(backend, planner, ledger, self._progress)
-            for _ in run(before_confirmation(study), runner):
+            for _ in run_stages(search_stages(study), runner):
                 if not runner.pending:
                     share_building(backend, planner, ledger, self._progress)
-            most, is_open = planner.job_defaults.max_trials, untried_seed(ledger, planner.job_defaults) is not None
-            is_out_of_time = not planner.may_try(ledger, planner.to_explore(ledger))
-            self._is_spent = is_out_of_time and (is_open or most is None or len(ledger.trials) < most)
+            max_trials, is_open = (
+                planner.job_defaults.max_trials,
+                untried_seed(ledger, planner.job_defaults) is not None,
+            )
+            is_out_of_time = not planner.has_time_for_trial(ledger, planner.exploration_seconds(ledger))
+            self._is_budget_spent = is_out_of_time and (
+                is_open or max_trials is None or len(ledger.trials) < max_trials
+            )
             study.catch_up(ledger, is_over=True)
-            if not study.is_there:
-                self._notes.append("The study's storage is away, and lacks what was measured since.")
+            if not study.is_reachable:
+                self._notes.append("The study's storage cannot be reached and lacks the latest trials.")
 
     def _confirm(self, ledger: Ledger, planner: Planner) -> None:
         """Run the stages that measure in fresh processes."""
-        chosen, job_defaults = ledger.final_shortlist, planner.job_defaults
-        if chosen is None:
+        shortlist, job_defaults = ledger.final_shortlist, planner.job_defaults
+        if shortlist is None:
             return
 
         self.watcher.phase("confirming in fresh processes")
@@ -226,27 +233,28 @@ class _Search:
             num_rounds=planner.num_rounds(ledger),
         )
         self.budget.num_slots = 1  # one run at a time
-        with closing(processes) as fresh:
-            stages = confirmation(chosen, job_defaults.environment, self._options)
-            for _ in run(stages, Runner(fresh, ledger, planner, self._watchers)):
+        with closing(processes) as backend:
+            stages = confirmation_stages(shortlist, job_defaults.environment, self._options)
+            for _ in run_stages(stages, Runner(backend, ledger, planner, self._watchers)):
                 pass
 
-    def _doubts(self, load: MachineLoad) -> Sequence[str]:
-        """Return warnings about the load by other processes, if the search runs on this host."""
+    def _load_warnings(self, load: MachineLoad) -> Sequence[str]:
+        """Return warnings about the load by other processes; none if the search runs on other hosts."""
         if not self.devices.is_here:
             return ()
-        said = machine_load.load_warnings(machine_load.evidence([load]), "search on an idle machine")
-        return said if load.others_num_cores is not None else (*said, *self._load_notes)
+        warnings = machine_load.load_warnings(machine_load.evidence([load]), "search on an idle machine")
+        return warnings if load.others_num_cores is not None else (*warnings, *self._load_notes)
 
     def _note(self, line: str) -> None:
+        """Show a line now, and keep it for the recommendation."""
         self._progress.note(line)
         self._notes.append(line)
 
     def _open(self, backend: WorkloadBackend) -> tuple[OpenedWorkload, MachineLoad]:
-        """Open the workload on every device; return it with the load by others meanwhile."""
+        """Open the workload on every device; return it with the load by other processes in that time."""
         if self._options.objective == "energy" and "energy" not in backend.abilities:
             raise InvalidRequestError(
-                "--objective is 'energy', and what a trial of a command or of several ranks draws is not metered.",
+                "--objective is 'energy', but that of a trial of a command or of several ranks cannot be measured.",
                 "Use --objective speed or memory.",
             )
         opened = open_workload(
@@ -261,16 +269,18 @@ class _Search:
         if opened.why_not_forked is not None:
             self._notes.append(f"Trials shared one process until it failed: {opened.why_not_forked}.")
         hardware = opened.hardware
-        held = max(hardware.memory.held_by_caller, held_bytes(hardware.device) if self.devices.is_here else 0)
-        hardware = replace(hardware, memory=replace(hardware.memory, held_by_caller=held))
+        held_bytes_by_caller = max(
+            hardware.memory.held_by_caller, held_bytes(hardware.device) if self.devices.is_here else 0
+        )
+        hardware = replace(hardware, memory=replace(hardware.memory, held_by_caller=held_bytes_by_caller))
         self._progress.found_hardware(hardware)
         self._notes += hardware.notes
         self._warnings += alone(self._options.num_ranks, hardware.device)
-        if held > _HELD_SHARE_WORTH_A_WORD * hardware.memory.total:
+        if held_bytes_by_caller > _MIN_HELD_SHARE_TO_WARN * hardware.memory.total:
             self._warnings.append(
-                f"The calling process holds {size(held)} on {hardware.device}, which trials had to do without: make "
-                "the data and the model inside functions that the trial calls, or move them off the GPU and call "
-                "torch.cuda.empty_cache() before searching."
+                f"The calling process holds {size(held_bytes_by_caller)} on {hardware.device}, which trials could not "
+                "use. Create the data and the model inside functions that the trial calls, or move them off the GPU "
+                "and call torch.cuda.empty_cache() before searching."
             )
         if self._options.objective == "energy":
             require_counter(hardware.identity.type, hardware.identity.uuid)
@@ -280,26 +290,28 @@ class _Search:
             self.watcher.phase(f"loading the workload on {self.devices.num_slots} devices")
         backend.open_others(self.budget.left())
         load = self._meter.stop()
-        for line in self._doubts(load):
-            self._progress.note(line)  # the answer has it by its `search.load`
+        for line in self._load_warnings(load):
+            self._progress.note(line)  # the recommendation has the load in `search.load`
         return opened._replace(hardware=hardware), load
 
-    def _like(self, fingerprint: Fingerprint) -> Setting | None:
-        """Return the setting that the storage has for the same code and device but other options, or None."""
+    def _shared_setting(self, fingerprint: Fingerprint) -> Setting | None:
+        """Return the setting that the storage recommends for the same code and device with other options, or None."""
         if self._options.storage is None:
             return None
         try:
-            answer = next(iter(shared.answers(self._options.storage, fingerprint)), None)
+            shared_recommendation = next(iter(shared.shared_recommendations(self._options.storage, fingerprint)), None)
         except StudyError as error:
-            self._progress.note(f"What others found is not known: {error.message}")
+            self._progress.note(f"The storage's results for the same code cannot be used: {error.message}")
             return None
-        if answer is None:
+        if shared_recommendation is None:
             return None
-        setting = Setting.of(answer.recommendation.config)
-        self._progress.note(f"Starting from what was measured {answer.origin}, for the same code: {setting}.")
+        setting = Setting.of(shared_recommendation.recommendation.config)
+        self._progress.note(
+            f"Starting from what was measured {shared_recommendation.origin}, for the same code: {setting}."
+        )
         return setting
 
-    def _job_defaults(self, opened: OpenedWorkload, backend: Backend, like: Setting | None) -> JobDefaults:
+    def _job_defaults(self, opened: OpenedWorkload, backend: Backend, similar_best: Setting | None) -> JobDefaults:
         hardware, description = opened.hardware, opened.description
         return JobDefaults(
             hardware=hardware,
@@ -314,7 +326,7 @@ class _Search:
             max_trials=self._options.max_trials,
             are_trials_fresh=self._source.command_template is not None,
             loads_together="load_together" in backend.abilities,
-            like=like,
+            similar_best=similar_best,
         )
 
     def _summary(
@@ -328,26 +340,27 @@ class _Search:
             start_seconds=planner.job_defaults.start_seconds,
             was_interrupted=was_interrupted,
             search_id=ledger.search_id,
-            is_budget_spent=self._is_spent or was_interrupted,
+            is_budget_spent=self._is_budget_spent or was_interrupted,
             warnings=tuple(self._warnings),
-            notes=(*self._notes, *(f"This answer cannot be cached: {part}." for part in fingerprint.unknown)),
+            notes=(*self._notes, *(f"This recommendation cannot be cached: {part}." for part in fingerprint.unknown)),
             files=self._source.leftovers(),
             load=load if self.devices.is_here else None,
         )
 
-    def _keep_for_others(self, recommendation: Recommendation) -> None:
+    def _store_for_others(self, recommendation: Recommendation) -> None:
+        """Store the recommendation in the shared storage if there is one; a failure is only noted."""
         if self._options.storage is None or recommendation.fingerprint.unknown:
             return
         try:
-            shared.keep(self._options.storage, recommendation)
+            shared.store_recommendation(self._options.storage, recommendation)
         except StudyError as error:
-            self._progress.note(f"Others will not find this answer: {error.message}")
+            self._progress.note(f"This recommendation was not stored for others: {error.message}")
 
     def _cannot_be_built(self, failure: Failure) -> NothingWorksError:
         reason = f"{failure.kind}: {failure.message}" + (f"\n{failure.details.rstrip()}" if failure.details else "")
         return NothingWorksError(
-            f"The training does not run as it is today, so no candidate can: {reason}",
-            explain.way_out([failure]),
+            f"The baseline, your training as it is now, does not run: {reason}",
+            explain.next_step_for([failure]),
             (),
         )
 
@@ -361,41 +374,45 @@ class _Search:
             write=self.folder.append,
         )
         if ledger.records:
-            self._progress.note(f"Going on with {len(ledger.trials)} trials that were measured before.")
+            self._progress.note(f"Continuing an earlier search with {len(ledger.trials)} measured trials.")
         return ledger
 
-    def _nothing_to_choose(self, ledger: Ledger, interruption: str | None) -> AutotuneAmpError:
-        excluded = explain.excluded(ledger, is_budget_spent=True)
+    def _error_without_choice(self, ledger: Ledger, interruption: str | None) -> AutotuneAmpError:
+        excluded = explain.excluded_candidates(ledger, is_budget_spent=True)
         if interruption is not None:
             return SearchInterruptedError(
                 f"{interruption} before anything was measured.", "Run the same search again.", excluded, None
             )
         step_seconds = self._watchers.last_step_seconds
-        return explain.nothing_works(ledger, excluded, step_seconds is not None) or self.budget.too_small(step_seconds)
+        return explain.nothing_works_error(ledger, excluded, step_seconds is not None) or self.budget.too_small_error(
+            step_seconds
+        )
 
 
-def before_confirmation(study: Study) -> tuple[Stage, ...]:
+def search_stages(study: Study) -> tuple[Stage, ...]:
     """Return the stages of a search up to its confirmation, in order."""
     checks, scales, fallbacks = Checks(), LossScales(study), Fallbacks()
     workers, later = LoaderWorkers(checks), TrainedWeightsChecks(checks)
-    # A faster variant may wait for data again.
+    # A faster setting may wait for data again, so the number of workers is raised before and after.
     on_the_winner = workers, Variants(checks), workers, later
-    # A fallback may turn out faster than its contender: then it is a contender itself, and checked like any other.
-    return *exploring(study), checks, scales, *on_the_winner, fallbacks, later, scales, fallbacks
+    # A fallback that is faster than its contender becomes a contender itself, and is checked like any other.
+    return *exploration_stages(study), checks, scales, *on_the_winner, fallbacks, later, scales, fallbacks
 
 
-def confirmation(shortlist: Shortlist, environment: dict[str, str], options: SearchOptions) -> tuple[Stage, ...]:
+def confirmation_stages(shortlist: Shortlist, environment: dict[str, str], options: SearchOptions) -> tuple[Stage, ...]:
     """Return the stages that measure in fresh processes, in order."""
-    confirm = Confirm(shortlist, environment)
-    stages: tuple[Stage, ...] = (OneRank(2 * MIN_ROUNDS), confirm, OneRank(0)) if options.ranks > 1 else (confirm,)
+    confirm = ConfirmationRounds(shortlist, environment)
+    stages: tuple[Stage, ...] = (
+        (OneRankTrial(2 * MIN_ROUNDS), confirm, OneRankTrial(0)) if options.ranks > 1 else (confirm,)
+    )
     is_limited = options.batch_size is not None or options.max_trials is not None
-    return stages if is_limited else (*stages, LargerBatches())
+    return stages if is_limited else (*stages, LargerBatchTrials())
 
 
 def _devices(
     source: Source, options: SearchOptions, watchers: Watchers, warn: Callable[[str], None]
 ) -> Devices | RayDevices:
-    """Return the devices that a search with these options runs on. `warn` is called for a node that is left out."""
+    """Return the devices for a search with these options. `warn` is called for each node that cannot be used."""
     if options.ray is not None:
         source.is_elsewhere = True
         payload = source.payload_for_nodes()
@@ -404,6 +421,6 @@ def _devices(
             sends_directory=not (payload.target or "").startswith("autotune_amp."),
             excludes=[] if (out := os.path.relpath(options.out)).startswith(os.pardir) else [f"/{out}/"],
         )
-        return RayDevices(cluster, options.device, options.ranks, payload, watchers.of, warn)
+        return RayDevices(cluster, options.device, options.ranks, payload, watchers.for_slot, warn)
     gpus = None if options.devices is None else find_gpus(options.devices)
-    return Devices(options.first_device, source.backend, watchers.of, gpus, options.ranks)
+    return Devices(options.first_device, source.backend, watchers.for_slot, gpus, options.ranks)

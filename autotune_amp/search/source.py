@@ -42,7 +42,7 @@ class Source:
     study.
     """
 
-    is_elsewhere = False  # whether its jobs run on other hosts
+    is_elsewhere = False  # whether its jobs run on other hosts (--ray)
 
     def __init__(self, target: str) -> None:
         self.name = "embedded" if target.startswith("autotune_amp.workloads:") else study_name(target)
@@ -64,13 +64,16 @@ class Source:
         slot: Slot | None = None,
         standby: Standby | None = None,
     ) -> WorkloadBackend:
-        """Return a backend for the workload's jobs, with `environment` added to the caller's; see `LocalBackend`."""
+        """Return a backend for the workload's jobs, with `environment` added to the caller's variables.
+
+        The other arguments are those of `LocalBackend`.
+        """
         from autotune_amp.processes.local import LocalBackend
 
         return LocalBackend(self.payload, isolation, watcher, environment, slot, standby)
 
     def payload_for_nodes(self) -> Payload:
-        """Return the payload for other hosts, which receive the working directory: its paths are made relative.
+        """Return the payload for other hosts, with a path relative to the working directory, which is sent to them.
 
         Raises `InvalidRequestError` for a command and for a file outside the working directory.
         """
@@ -95,32 +98,32 @@ class Source:
         return None
 
     def keep_in(self, folder: Path) -> None:
-        """Use `folder`, which exists, for files that trials leave."""
+        """Set the existing folder for files that trials write."""
 
     def with_opened(self, fingerprint: Fingerprint) -> Fingerprint:
-        """Return what a recommendation holds for, with what only trials show."""
+        """Return the fingerprint extended by the files that trials read; unchanged unless the source is a command."""
         return fingerprint
 
     def leftovers(self) -> tuple[str, ...]:
-        """Return sentences about the files that trials left, and where they are now."""
+        """Return sentences about files that trials wrote, and where they were moved."""
         return ()
 
     def num_threads(self) -> int | None:
-        """Return the number of threads that trials use; None leaves it to the workload's code."""
+        """Return the number of CPU threads for trials; None leaves it to the workload's code."""
         return None
 
     def torch_state(self, found_by_child: dict[str, Any]) -> dict[str, Any]:
-        """Return the torch state that trials start with, given the state that a child found after loading."""
+        """Return the torch state (threads, flags) that trials start with, given that of a child after loading."""
         return found_by_child
 
     def fingerprint(self, options: dict[str, Any], identity: DeviceIdentity) -> Fingerprint | None:  # noqa: ARG002
-        """Return the fingerprint that a recommendation holds for; None if only a child process can compute it."""
+        """Return the fingerprint of the workload, options and device; None if only a child process can compute it."""
         return None
 
     def fingerprint_by_child(
         self, options: dict[str, Any], identity: DeviceIdentity, backend: Backend, state: dict[str, Any]
     ) -> Fingerprint:
-        """Return the fingerprint computed by the process that imported the workload, without calling it."""
+        """Return the fingerprint computed by the child process that imported the workload, without calling it."""
         from autotune_amp.trial.jobs import FingerprintJob
 
         job = FingerprintJob(
@@ -130,15 +133,15 @@ class Source:
             torch_state=state,
             deadline_seconds=_FINGERPRINT_SECONDS,
         )
-        answer = backend.submit(job).result()
-        if isinstance(answer, Failure):
-            unknown = f"the workload cannot be fingerprinted: {answer.message}"
+        result = backend.submit(job).result()
+        if isinstance(result, Failure):
+            unknown = f"the workload cannot be fingerprinted: {result.message}"
             return Fingerprint(digest="", parts={}, unknown=(unknown,))
-        return answer
+        return result
 
 
 class _Live(Source):
-    """Workload given as live objects: packed here, unpacked in the child process. Its fingerprint needs no child."""
+    """Workload of live objects, pickled for the child process. Its fingerprint is computed in this process."""
 
     def __init__(self, workload: Any) -> None:
         self.name = folder_name(str(getattr(workload, "name", None) or getattr(workload, "__name__", "workload")))
@@ -176,7 +179,7 @@ def target(name: str) -> Source:
     return Source(name)
 
 
-def live(workload: Any) -> Source:
+def live_source(workload: Any) -> Source:
     """Return the source for a Workload of the calling process, or for a function that returns one."""
     from autotune_amp.core.workload import check_source
 
@@ -196,12 +199,12 @@ def study_name(target: str) -> str:
 
 
 def folder_name(name: str) -> str:
-    """Return `name` with all characters replaced that do not belong in a folder's name."""
+    """Return `name` with each character other than letters, digits, "_", "." and "-" replaced by "_"."""
     return re.sub(r"[^\w.-]", "_", name).strip(".") or "workload"
 
 
 def held_bytes(device: str) -> int:
-    """Return the bytes of memory that this process holds on the device."""
+    """Return the bytes of memory that this process uses on the device."""
     torch = sys.modules.get("torch")
     if device == "cpu":
         import psutil
@@ -215,8 +218,8 @@ def held_bytes(device: str) -> int:
 class OpenedWorkload(NamedTuple):
     """Description of the loaded workload and its device, and the torch state that its jobs start with.
 
-    `ready_seconds` is the time until the workload was loaded and called, `why_not_forked` the reason that trials share
-    one process, or None.
+    `ready_seconds` is the time until the workload was loaded and called. `why_not_forked` is the reason that trials
+    share one process instead of being forked, or None.
     """
 
     hardware: Hardware
@@ -227,12 +230,12 @@ class OpenedWorkload(NamedTuple):
 
 
 @contextmanager
-def loaded(
+def loaded_backend(
     source: Source, watcher: ProgressWatcher, seconds: float, *, hidden: str, next_step: str
 ) -> Iterator[WorkloadBackend]:
-    """Load the workload within `seconds` and yield the backend, for a job that profiles or records a training step.
+    """Load the workload within `seconds` and yield its backend, to profile or record a training step.
 
-    Raises `InvalidRequestError` for a command: `hidden` names the part of a command that cannot be seen.
+    Raises `InvalidRequestError` for a command; `hidden` is the rest of the sentence "NAME is a command, whose ...".
     """
     with source.backend(watcher) as backend:
         if "profile" not in backend.abilities:
@@ -250,12 +253,12 @@ def open_workload(
     *,
     baseline_batch_size: int | None = None,
     is_batch_free: bool = True,
-    cannot_be_built: Callable[[Failure], AutotuneAmpError] = lambda failure: WorkloadError(*message_of(failure)),
+    cannot_be_built: Callable[[Failure], AutotuneAmpError] = lambda failure: WorkloadError(*failure_message(failure)),
 ) -> OpenedWorkload:
     """Call the loaded workload, probe the device and build the workload once.
 
-    Raises `WorkloadError` (it cannot be called), `NothingWorksError` (the probe failed), the error that
-    `cannot_be_built` returns for a failure to build it, and `BudgetTooSmallError`.
+    Raises `WorkloadError` if it cannot be called, `NothingWorksError` if the probe failed, the error returned by
+    `cannot_be_built` if it cannot be built, and `BudgetTooSmallError` if time runs out.
     """
     from autotune_amp.trial.jobs import Describe, ProbeJob
 
@@ -282,7 +285,7 @@ def open_workload(
             (),
         )
     watcher.phase("building the workload once")
-    description = ask(
+    description = run_job(
         Describe(
             device=hardware.device,
             torch_state=state,
@@ -299,8 +302,11 @@ def open_workload(
     return OpenedWorkload(hardware, description, state, ready_seconds, opened.why_not_forked)
 
 
-def message_of(failure: Failure) -> tuple[str, str]:
-    """Return the message and next step of a failure. `details` is a line of advice in our errors, else a traceback."""
+def failure_message(failure: Failure) -> tuple[str, str]:
+    """Return the message and next step of a failure.
+
+    A single line of `details` is the next step of an error of this package; several lines are a traceback.
+    """
     details = (failure.details or "").rstrip()
     if details and "\n" not in details:
         return failure.message, details

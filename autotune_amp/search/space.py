@@ -1,4 +1,4 @@
-"""Space of legal settings, with the reasons why others are excluded by hardware, workload, options and outcomes.
+"""Space of settings that a search may try, and the reasons to exclude others: hardware, workload, options, outcomes.
 
 The batch sizes to try follow from the effective batch size: its divisors if it is kept, else a free range.
 """
@@ -22,28 +22,28 @@ from autotune_amp.core.text import sentence
 from autotune_amp.dimensions import FP8_RECIPE, PRECISION, TRIED_ON_LEADER
 from autotune_amp.search.options import SearchOptions
 
-ASSUMED_BATCH_SIZE = 32
-MAX_BATCH_SIZES = 10
+ASSUMED_BATCH_SIZE = 32  # baseline of data without a batch size of its own
+MAX_BATCH_SIZES = 10  # maximum number of batch sizes in the space
 # Range without --batch-size: from an eighth of the baseline's batch size up to the effective batch size, or to sixteen
 # times the baseline's if the effective batch size is free.
 SEARCH_DOWN, SEARCH_UP = 8, 16
-HOPELESS = 5.0  # times slower at the same batch: no batch size makes up for it
-SAME_MEMORY = 0.98  # peaks of one candidate differ by a percent or two between processes
+HOPELESS_SLOWDOWN = 5.0  # ratio of speeds at the same batch size that no other batch size makes up for
+SAME_MEMORY_SHARE = 0.98  # ratio of peaks that count as equal: processes of one candidate differ by 1 to 2 %
 
 
 class Space(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that a search may try.
 
-    `candidates` are legal, unique by precision and batch size, and ordered by both. `baseline` is measured even if it
-    is not among them: with the user's own flags, or outside the ranges asked for. `excluded` lists exclusions made
-    before any trial, `notes` the assumptions, `warnings` what may harm the training as it runs today.
+    `candidates` are unique by precision and batch size, and ordered by both. `baseline` is measured even if it is not
+    among them: with the user's own flags, or outside the requested ranges. `excluded` lists exclusions made before any
+    trial, `notes` assumptions, `warnings` problems of the user's current training.
     `effective_batch_size` is that of every candidate, in samples on one device; None if it is free. `num_ranks` devices
-    make an optimizer step together. `accumulation_withheld` is the reason that nothing may accumulate, or None.
+    take an optimizer step together. `accumulation_withheld` is the reason that no setting may accumulate, or None.
     `weights` is the type of the parameters, `has_tf32` says whether the device has TF32. `weighs_passes`: the training
     code itself weights the passes that it accumulates; `keeps_effective_batch_size`: it accumulates by itself.
-    `variants` are other values of further dimensions by name, tried on the setting that would win;
-    `variants_left_out` those that cannot be tried, with the reason; `are_variants_named`: the user asked for them.
-    `checks` are the checks that are possible, with at most `check_batch_size` samples.
+    `variants` are non-default values of further dimensions by name, tried on the leader; `variants_left_out` those that
+    cannot be tried, with the reason; `are_variants_named`: the user named them. `checks` are the possible kinds of
+    checks, with at most `check_batch_size` samples.
     """
 
     candidates: tuple[Setting, ...]
@@ -66,20 +66,20 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def accumulates(self) -> bool:
-        """Whether a candidate or the baseline takes more than one pass for an optimizer step."""
+        """Whether a candidate or the baseline accumulates the gradients of several passes for an optimizer step."""
         return any(c.accumulation_steps > 1 for c in (*self.candidates, self.baseline))
 
 
 def build_space(hardware: Hardware, description: Description, options: SearchOptions) -> Space:
-    """Return the space of a search. Raises `InvalidRequestError` with the valid values if the options leave nothing."""
+    """Return the space of a search. Raises `InvalidRequestError` with the valid values if no setting is left."""
     num_ranks = options.num_ranks * description.num_ranks
-    baseline, effective, notes = _today(hardware, description, options, num_ranks)
+    baseline, effective, notes = _baseline(hardware, description, options, num_ranks)
     fixed = description.accumulation_steps if "accumulation_steps" in description.unsettable else None
     precisions = PRECISION.choices(hardware, description, options)
     if not precisions.values:
         reasons = "; ".join(f"{precision}: {why.rstrip('.')}" for precision, why in precisions.left_out.items())
         raise InvalidRequestError(
-            f"None of the precisions asked for can be trained in on {hardware.device}: {reasons}.",
+            f"None of the requested precisions can be used on {hardware.device}: {reasons}.",
             f"Use --precision with {_usable(hardware, description)}, or another --device.",
         )
     variants = {dimension.name: dimension.choices(hardware, description, options) for dimension in TRIED_ON_LEADER}
@@ -97,8 +97,8 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         reason = f"the dataset has only {description.num_samples} samples; this and all larger batch sizes are left out"
         excluded += [Exclusion(precision=p, batch_size=too_large, reason=reason) for p in precisions.values]
     if description.weights != "fp32":
-        kept = "low precision" if description.weights == "frozen_low" else description.weights
-        notes.append(f"Weights are kept in {kept}: the rows called fp32 compute with them as they are.")
+        weights_text = "low precision" if description.weights == "frozen_low" else description.weights
+        notes.append(f"Weights are kept in {weights_text}: the rows called fp32 compute with them as they are.")
     space = Space(
         candidates=tuple(
             Setting(precision=p, batch_size=b, accumulation_steps=effective // b if effective else fixed or 1)
@@ -114,8 +114,8 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         has_tf32=hardware.has_tf32,
         weighs_passes=description.weighs_passes,
         keeps_effective_batch_size=description.keeps_effective_batch_size,
-        variants={name: found.values for name, found in variants.items()},
-        variants_left_out={name: dict(found.left_out) for name, found in variants.items()},
+        variants={name: choices.values for name, choices in variants.items()},
+        variants_left_out={name: dict(choices.left_out) for name, choices in variants.items()},
         are_variants_named=options.variants is not None,
         checks=frozenset(description.checks),
         check_batch_size=description.check_batch_size,
@@ -128,8 +128,8 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
     return msgspec.structs.replace(space, accumulation_withheld=reason)
 
 
-def without(candidates: Iterable[Setting], exclusions: Collection[Exclusion]) -> tuple[Setting, ...]:
-    """Return the candidates that no exclusion names. An exclusion without a batch size names all of its precision."""
+def without_excluded(candidates: Iterable[Setting], exclusions: Collection[Exclusion]) -> tuple[Setting, ...]:
+    """Return the candidates without the excluded ones. An exclusion without a batch size holds for its precision."""
     named = {(exclusion.precision, exclusion.batch_size) for exclusion in exclusions}
     return tuple(c for c in candidates if (c.precision, c.batch_size) not in named and (c.precision, None) not in named)
 
@@ -137,30 +137,34 @@ def without(candidates: Iterable[Setting], exclusions: Collection[Exclusion]) ->
 def excluded_by_outcomes(space: Space, outcomes: Mapping[Setting, Outcome]) -> tuple[Exclusion, ...]:
     """Return the exclusions that follow from the outcomes so far: out of memory, too slow, unsupported."""
     measured = {c: m for c, m in outcomes.items() if isinstance(m, Measurement)}
-    found = _hopeless(measured)
+    exclusions = _exclusions_of_slow_precisions(measured)
     for failed, failure in outcomes.items():
         if isinstance(failure, Failure):
-            found += _ruled_out_by(failed, failure, space, measured)
-    return tuple({(e.precision, e.batch_size): e for e in reversed(found)}.values())[::-1]
+            exclusions += _exclusions_by_failure(failed, failure, space, measured)
+    return tuple({(e.precision, e.batch_size): e for e in reversed(exclusions)}.values())[::-1]
 
 
-def _hopeless(measured: Mapping[Setting, Measurement]) -> list[Exclusion]:
+def _exclusions_of_slow_precisions(measured: Mapping[Setting, Measurement]) -> list[Exclusion]:
+    """Return exclusions of the precisions that another one beats by `HOPELESS_SLOWDOWN` at the same batch size."""
     speeds = {c: m.samples_per_second for c, m in measured.items() if c.is_ordinary}
     worst: dict[Precision, tuple[float, int, str]] = {}
-    for ours, theirs in itertools.product(speeds, repeat=2):
-        if ours.batch_size == theirs.batch_size and speeds[theirs] > HOPELESS * speeds[ours]:
-            found = speeds[theirs] / speeds[ours], ours.batch_size, theirs.precision
-            worst[ours.precision] = max(found, worst.get(ours.precision, found))
+    for setting, rival_setting in itertools.product(speeds, repeat=2):
+        if (
+            setting.batch_size == rival_setting.batch_size
+            and speeds[rival_setting] > HOPELESS_SLOWDOWN * speeds[setting]
+        ):
+            slowdown = speeds[rival_setting] / speeds[setting], setting.batch_size, rival_setting.precision
+            worst[setting.precision] = max(slowdown, worst.get(setting.precision, slowdown))
     return [
         Exclusion(precision=p, batch_size=None, reason=f"{p} is {ratio:.0f} times slower than {rival} at batch {size}")
         for p, (ratio, size, rival) in worst.items()
     ]
 
 
-def _ruled_out_by(
+def _exclusions_by_failure(
     failed: Setting, failure: Failure, space: Space, measured: Mapping[Setting, Measurement]
 ) -> list[Exclusion]:
-    """Return the unmeasured settings that would fail in the same way as `failed`, as exclusions."""
+    """Return exclusions of the unmeasured settings that would fail for the same reason as `failed`."""
     # If another batch size ran in this precision, only the size is unsupported. A failure with the user's own flags
     # says nothing about strict ones.
     has_run = any(c.precision == failed.precision for c in measured)
@@ -172,7 +176,9 @@ def _ruled_out_by(
     hungrier: set[Precision] = set()
     if failure.kind == "oom":
         reason = f"{failed} ran out of memory, and this needs at least as much"
-        hungrier = {p for p in PRECISIONS if p != failed.precision and _needs_as_much(measured, p, failed.precision)}
+        hungrier = {
+            p for p in PRECISIONS if p != failed.precision and _needs_as_much_memory(measured, p, failed.precision)
+        }
     return [
         Exclusion(precision=c.precision, batch_size=c.batch_size, reason=reason)
         for c in space.candidates
@@ -184,20 +190,20 @@ def _ruled_out_by(
     ]
 
 
-def _needs_as_much(measured: Mapping[Setting, Measurement], precision: Precision, than: Precision) -> bool:
-    """Whether `precision` took as much memory as `than` at every batch size measured in both, at least one."""
-    ours, theirs = (
+def _needs_as_much_memory(measured: Mapping[Setting, Measurement], precision: Precision, other: Precision) -> bool:
+    """Whether `precision` took as much memory as `other` at each batch size measured in both, of which there is one."""
+    peaks, other_peaks = (
         {c.batch_size: m.reserved_memory_bytes for c, m in measured.items() if c.precision == p}
-        for p in (precision, than)
+        for p in (precision, other)
     )
-    shared = ours.keys() & theirs.keys()
-    return bool(shared) and all(ours[size] >= SAME_MEMORY * theirs[size] for size in shared)
+    shared = peaks.keys() & other_peaks.keys()
+    return bool(shared) and all(peaks[size] >= SAME_MEMORY_SHARE * other_peaks[size] for size in shared)
 
 
-def _today(
+def _baseline(
     hardware: Hardware, description: Description, options: SearchOptions, num_ranks: int
 ) -> tuple[Setting, int | None, list[str]]:
-    """Return the baseline, the effective batch size to keep (None if free), and notes on the assumptions."""
+    """Return the baseline, the effective batch size to keep (None if free), and notes on assumptions."""
     precision, as_found = description.as_found_precision, not description.is_as_found_strict
     size, notes = description.batch_size, list[str]()
     if options.baseline is not None:
@@ -213,90 +219,90 @@ def _today(
         size = ASSUMED_BATCH_SIZE
         notes.append(
             f"The data has no batch size of its own: the baseline is assumed to be {precision} at batch {size}. "
-            f"Say what you run today with --baseline PRECISION:BATCH."
+            f"Set yours with --baseline PRECISION:BATCH."
         )
 
-    def use(other: int, why: str) -> int:
+    def replace_batch_size(other: int, why: str) -> int:
         notes.append(f"The baseline's batch size is {other} instead of {size}: {why}.")
         return other
 
     if description.num_samples is not None and size > description.num_samples:
-        size = use(max(1, description.num_samples), "the dataset has no more samples")
-    todays = size * description.accumulation_steps
+        size = replace_batch_size(max(1, description.num_samples), "the dataset has no more samples")
+    baseline_total = size * description.accumulation_steps
     if description.keeps_effective_batch_size:
-        todays = description.today.effective_batch_size
-        if options.effective_batch_size not in (None, of_all := todays * num_ranks):
+        baseline_total = description.today.effective_batch_size
+        if options.effective_batch_size not in (None, of_all := baseline_total * num_ranks):
             notes.append(
-                f"--effective-batch-size {options.effective_batch_size} is not followed: the command itself "
-                f"accumulates to {of_all} at every batch size. Give it another total to try others."
+                f"--effective-batch-size {options.effective_batch_size} is ignored: the command itself accumulates to "
+                f"{of_all} at every batch size. Change that in the command to try others."
             )
-    effective = None if is_assumed else todays
+    effective = None if is_assumed else baseline_total
     if options.effective_batch_size is not None and not description.keeps_effective_batch_size:
         free = options.effective_batch_size == "free"
         effective = None if free else int(options.effective_batch_size) // num_ranks
     fixed = description.accumulation_steps if "accumulation_steps" in description.unsettable else None
-    if effective is not None and fixed and effective != todays and effective % fixed == 0:
-        size = use(effective // fixed, description.unsettable["accumulation_steps"])
+    if effective is not None and fixed and effective != baseline_total and effective % fixed == 0:
+        size = replace_batch_size(effective // fixed, description.unsettable["accumulation_steps"])
     elif effective is not None and effective % size:
         whole = of_all_ranks(effective, num_ranks)
         divisor = max(d for d in divisors(effective) if d <= size)
-        size = use(divisor, f"{size} does not divide the effective batch size {whole}")
+        size = replace_batch_size(divisor, f"{size} does not divide the effective batch size {whole}")
     if description.is_ranked and effective is not None and options.effective_batch_size is None:
         notes.append(
-            f"The effective batch size is {of_all_ranks(effective, num_ranks)}: each has that of one process today. "
-            f"--effective-batch-size {effective} would keep that."
+            f"The effective batch size is {of_all_ranks(effective, num_ranks)}: each rank has that of one process "
+            f"now. Use --effective-batch-size {effective} to keep that as the total."
         )
-    steps = (effective or todays) // size
+    steps = (effective or baseline_total) // size
     return Setting(precision=precision, batch_size=size, accumulation_steps=steps, as_found=as_found), effective, notes
 
 
 def _usable(hardware: Hardware, description: Description) -> str:
+    """Return the names of the precisions that the device and the workload support, for a message."""
     usable = [p for p in PRECISIONS if PRECISION.unsupported_reason(p, hardware, description) is None]
     return " or ".join(usable) or "none of its precisions"
 
 
-def with_accumulation_checked(space: Space, found: Accumulation | None) -> Space:
-    """Return the space without accumulating settings, unless the check `found` accumulated gradients equal to those of
-    the whole batch.
+def with_accumulation_checked(space: Space, accumulation: Accumulation | None) -> Space:
+    """Return the space without accumulating settings if the accumulation check failed.
 
-    Raises `InvalidRequestError` if nothing is left without accumulation.
+    Raises `InvalidRequestError` if no setting is left.
     """
-    if found is None or found.is_exact or not space.accumulates:
+    if accumulation is None or accumulation.is_exact or not space.accumulates:
         return space
-    space = _with_accumulation(space, 1, found.reason, found.next_step)
+    space = _with_accumulation(space, 1, accumulation.reason, accumulation.next_step)
     if space.baseline.accumulation_steps == 1:
         return space
-    note = f"The baseline, {space.baseline}, accumulates, and may not learn what its effective batch would."
+    note = f"The baseline, {space.baseline}, accumulates gradients that differ from those of the whole batch."
     return msgspec.structs.replace(space, warnings=(note,))
 
 
 def _with_accumulation(space: Space, num: int, reason: str, next_step: str) -> Space:
     """Return the space with only the settings of `num` accumulation steps, besides the baseline.
 
-    An exclusion for each precision and a note say so. Raises `InvalidRequestError` if no setting is left.
+    An exclusion for each precision and a note are added. Raises `InvalidRequestError` if no setting is left.
     """
     whole = space.effective_batch_size
     assert whole is not None  # where it is free, all settings have the same accumulation steps
-    left = tuple(c for c in space.candidates if c.accumulation_steps == num)
-    if not left:
+    candidates = tuple(c for c in space.candidates if c.accumulation_steps == num)
+    if not candidates:
         raise InvalidRequestError(
-            f"Gradient accumulation is withheld, and no batch size in the range does without it to keep the effective "
+            f"Gradient accumulation cannot be used, and every batch size in the range needs it to keep the effective "
             f"batch size {of_all_ranks(whole, space.num_ranks)}. {sentence(reason)}",
-            f"Give a --batch-size range and a dataset that hold {whole // num}, or --effective-batch-size free.",
+            f"Give a --batch-size range and a dataset that include {whole // num}, or --effective-batch-size free.",
         )
-    todays = space.baseline.precision, space.baseline.batch_size
+    baseline_key = space.baseline.precision, space.baseline.batch_size
     largest: dict[str, Setting] = {}
     for candidate in space.candidates:  # ascending by batch size
-        if candidate.accumulation_steps > num and (candidate.precision, candidate.batch_size) != todays:
+        if candidate.accumulation_steps > num and (candidate.precision, candidate.batch_size) != baseline_key:
             largest[candidate.precision] = candidate
     why = f"accumulation is withheld: {reason.rstrip('.')}; this and all smaller batch sizes are left out"
     excluded = [Exclusion(precision=c.precision, batch_size=c.batch_size, reason=why) for c in largest.values()]
     note = f"Batch sizes below {whole // num} were not tried, since your effective batch size is kept. "
     note += f"{sentence(reason[0].upper() + reason[1:])} {next_step}".rstrip()
-    note += " --effective-batch-size free tries the others."
+    note += " Use --effective-batch-size free to try them."
     return msgspec.structs.replace(
         space,
-        candidates=left,
+        candidates=candidates,
         excluded=(*space.excluded, *excluded),
         notes=(*space.notes, note) if largest else space.notes,
         accumulation_withheld=reason,
@@ -306,18 +312,18 @@ def _with_accumulation(space: Space, num: int, reason: str, next_step: str) -> S
 def _batch_sizes(
     baseline: int, effective: int | None, num_samples: int | None, options: SearchOptions, num_ranks: int
 ) -> tuple[list[int], int | None]:
-    """Return the batch sizes to try, ascending, and the least one that exceeds the dataset, or None.
+    """Return the batch sizes to try, ascending, and the smallest one that exceeds the dataset, or None.
 
     Raises `InvalidRequestError` if no batch size fits the range.
     """
-    asked = options.batch_size
-    low, high = asked or (max(1, baseline // SEARCH_DOWN), effective or SEARCH_UP * baseline)
+    requested_range = options.batch_size
+    low, high = requested_range or (max(1, baseline // SEARCH_DOWN), effective or SEARCH_UP * baseline)
     largest = high if num_samples is None else max(1, min(high, num_samples))
     if effective is not None:
         grid = divisors(effective)
     else:
         powers = [2**k for k in range(max(baseline, high).bit_length() + 1)]
-        ends = {low, high, largest} if asked is not None else set()
+        ends = {low, high, largest} if requested_range is not None else set()
         grid = sorted({baseline // power for power in powers} | {baseline * power for power in powers} | ends)
     grid = [size for size in grid if low <= size <= high]
     sizes = [size for size in grid if size <= largest]
@@ -331,7 +337,7 @@ def _batch_sizes(
         raise InvalidRequestError(
             f"No batch size from {low} to {high} divides the effective batch size "
             f"{of_all_ranks(effective or 1, num_ranks)}, which is kept.",
-            f"Give a --batch-size range that holds one of {', '.join(map(str, _thin(fitting, keep=1)))}, or "
+            f"Give a --batch-size range that includes one of {', '.join(map(str, _thin(fitting, keep=1)))}, or "
             "--effective-batch-size free, which lets it change.",
         )
     return _thin(sizes, keep=baseline), next((size for size in grid if size > largest), None)
@@ -344,7 +350,7 @@ def divisors(number: int) -> list[int]:
 
 
 def of_all_ranks(effective: int, num_ranks: int) -> str:
-    """Return the text for an effective batch size over all ranks, as --effective-batch-size counts it."""
+    """Return the text for an effective batch size over all ranks, given that of one rank."""
     return f"{effective}" if num_ranks == 1 else f"{effective * num_ranks} ({effective} on each of {num_ranks} ranks)"
 
 

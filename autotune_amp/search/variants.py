@@ -1,4 +1,7 @@
-"""Values of further dimensions worth a trial on the setting that would win, and the report on each. Pure."""
+"""Choice of further dimensions' values to try on the leader, and the report's row for each value. Pure.
+
+The leader is the setting that would be recommended now, among those that a config can express.
+"""
 
 from __future__ import annotations
 
@@ -16,96 +19,96 @@ from autotune_amp.dimensions.dimension import Dimension, Leader
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.ranking import PLATEAU, check_key, needs_check
-from autotune_amp.search.stages.throughput_model import OF_A_PRECISION, OF_A_VALUE
+from autotune_amp.search.stages.throughput_model import PRECISION_DEVIATION, VALUE_DEVIATION
 from autotune_amp.trial.step_profile.breakdown import break_down, max_speedups
 
-MOST_GAIN = 2.5  # highest speed-up by further dimensions: 2.1 times in ten training runs on an H200 (studies/real_card)
-# Expected gain from a normally distributed effect, in standard deviations, if a loss is not chosen.
+# Limit of the speed-up by further dimensions: 2.1 was the most in ten training runs on an H200 (studies/real_card).
+MAX_SPEEDUP = 2.5
+# Expected gain from a normally distributed effect of mean 0, in standard deviations, if a negative one is not used.
 _GAINED = 1 / math.sqrt(2 * math.pi)
 
 
-def ordered(ledger: Ledger) -> list[Dimension[Any]]:
-    """Return the dimensions in the order to try: by the gain that a profile leaves possible, per second of a trial."""
+def dimensions_by_worth(ledger: Ledger) -> list[Dimension[Any]]:
+    """Return the dimensions in the order to try: by their largest possible gain per second of a trial."""
     gains = _max_speedups(ledger)
 
-    def worth(dimension: Dimension[Any]) -> float:
+    def gain_per_second(dimension: Dimension[Any]) -> float:
         gain = min(gains.get(name, 1.0) for name in (dimension.name, *dimension.sets_also))
         return math.log(gain) / _least_seconds(ledger, dimension)
 
-    return sorted(TRIED_ON_LEADER, key=worth, reverse=True)
+    return sorted(TRIED_ON_LEADER, key=gain_per_second, reverse=True)
 
 
 def _least_seconds(ledger: Ledger, dimension: Dimension[Any]) -> float:
-    """Return the least seconds that a trial of a dimension takes."""
-    # A run that was measured already while describing a command has a record without time.
-    ran = [
+    """Return the least seconds that a trial of a dimension's value takes."""
+    # A command's run that was measured while it was described has a record without seconds.
+    trials = [
         r for r in ledger.actual.trials if isinstance(o := r.outcome, Measurement) and r.seconds > o.first_step_seconds
     ]
-    trial_seconds = min((r.seconds for r in ran), default=1.0)
+    trial_seconds = min((r.seconds for r in trials), default=1.0)
     return trial_seconds + dimension.extra_seconds
 
 
-def to_profile(ledger: Ledger) -> Setting | None:
-    """Return the setting that would win if a profile of its step would help to order the variants, else None."""
+def setting_to_profile(ledger: Ledger) -> Setting | None:
+    """Return the leader if a profile of its step would help to order the dimensions to try, else None."""
     if "profile" not in ledger.space.checks or any(record.purpose == "profile" for record in ledger.records):
         return None
     leader = _leader(ledger)
     if leader is None or leader.active_variants or ledger.objective == "memory":
         return None
-    worth = [
+    dimensions = [
         dimension
         for dimension in TRIED_ON_LEADER
         if dimension.removable
         for value in ledger.space.variants.get(dimension.name, ())
-        if not _trials_of(ledger, dimension, value) and why_not_worth(ledger, dimension, value) is None
+        if not _trials_of(ledger, dimension, value) and reason_not_to_try(ledger, dimension, value) is None
     ]
-    return leader if worth else None
+    return leader if dimensions else None
 
 
 def _max_speedups(ledger: Ledger) -> dict[str, float]:
-    """Return the upper bound of the speed-up by dimension, from the profile; empty without one."""
+    """Return an upper bound of the speed-up by each dimension, from the profile; empty without one."""
     record = next((record for record in ledger.records if isinstance(record.outcome, Profiled)), None)
     if record is None or record.candidate not in ledger.measurements:
         return {}
     assert isinstance(record.outcome, Profiled)
-    found = break_down(ledger.measurements[record.candidate], record.outcome, None)
-    return {} if found is None or found.note is not None else max_speedups(found)
+    breakdown = break_down(ledger.measurements[record.candidate], record.outcome, None)
+    return {} if breakdown is None or breakdown.note is not None else max_speedups(breakdown)
 
 
 def next_setting(ledger: Ledger, is_worth: Callable[[Setting], bool] = lambda _: True) -> Setting | None:
-    """Return the next setting to try: the leader with a value that was not tried yet, then several good values
-    together.
+    """Return the next setting to try, or None once none `is_worth` its seconds.
 
-    Return None once nothing `is_worth` its seconds. The leader is the setting that would win among those that a config
-    can express.
+    It is the leader with a value that was not tried yet, or else with values that were faster on other settings.
     """
     leader = _leader(ledger)
     if leader is None:
         return None
     tried = {record.candidate for record in ledger.counted_trials}
-    for dimension in ordered(ledger):
+    for dimension in dimensions_by_worth(ledger):
         for value in ledger.space.variants.get(dimension.name, ()):
-            if _trials_of(ledger, dimension, value) or why_not_worth(ledger, dimension, value) is not None:
+            if _trials_of(ledger, dimension, value) or reason_not_to_try(ledger, dimension, value) is not None:
                 continue
-            setting = _at_its_batch(ledger, dimension.on(leader, value))
+            setting = _at_larger_batch_if_memory_freed(ledger, dimension.on(leader, value))
             if setting not in tried and is_worth(setting):
                 return setting
-    together = _together(ledger, leader)
+    together = _combined_values(ledger, leader)
     return next((setting for setting in together if setting not in tried and is_worth(setting)), None)
 
 
 def is_worth_trying(ledger: Ledger, planner: Planner, setting: Setting) -> bool:
-    """Return whether a value of a further dimension may gain enough for the seconds of its trial, compilation and
-    check.
+    """Whether the leader with another value may gain enough for the seconds of its trial, compilation and check.
 
-    A value that the user named is always tried.
+    Always true if the user named the dimensions to try.
     """
     leader = _leader(ledger)
     if ledger.space.are_variants_named or leader is None or ledger.objective != "speed":
         return True
     names = [d.name for d in TRIED_ON_LEADER if getattr(setting, d.name) != getattr(leader, d.name)]
-    most = min((gain for name, gain in _max_speedups(ledger).items() if name in names), default=math.inf)
-    gain = min(_GAINED * (OF_A_PRECISION if setting.precision != leader.precision else OF_A_VALUE), most - 1)
+    max_speedup = min((gain for name, gain in _max_speedups(ledger).items() if name in names), default=math.inf)
+    gain = min(
+        _GAINED * (PRECISION_DEVIATION if setting.precision != leader.precision else VALUE_DEVIATION), max_speedup - 1
+    )
     seconds = planner.trial_seconds(ledger, min(m.step_seconds for m in ledger.measurements[leader]))
     if setting.is_compiled:
         seconds += planner.compile_seconds(ledger)
@@ -114,14 +117,14 @@ def is_worth_trying(ledger: Ledger, planner: Planner, setting: Setting) -> bool:
     return gain > planner.least_gain(seconds)
 
 
-def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str | None:
-    """Return the reason that an available value is not worth a trial on the leader, or None if it is."""
-    winner = _leader(ledger)
-    if winner is None:
-        return "nothing leads that a config can express and that could still overtake what runs today"
-    asked = dimension.on(winner, value)
+def reason_not_to_try(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str | None:
+    """Return the reason not to try an available value on the leader, or None."""
+    leader_setting = _leader(ledger)
+    if leader_setting is None:
+        return "no setting that a config can express is fast enough to overtake the baseline"
+    setting = dimension.on(leader_setting, value)
     leader = Leader(
-        setting=winner,
+        setting=leader_setting,
         objective=ledger.objective,
         measurements=ledger.measurements,
         trials=ledger.counted_trials,
@@ -130,119 +133,124 @@ def why_not_worth(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str 
         num_steps=ledger.num_steps,
     )
     if leader.effect not in dimension.affects:
-        return f"it does not bear on {leader.effect}"
-    if asked.misfits:
-        return f"it does not go with {winner.precision}, which is the fastest"
-    used = (other for other in DIMENSIONS if other.value_in(asked) is not None)
-    reasons = (other.reason_against_setting(asked, leader) for other in used)
+        return f"it has no effect on {leader.effect}"
+    if setting.misfits:
+        return f"it cannot be combined with {leader_setting.precision}, which is the fastest"
+    active_dimensions = (other for other in DIMENSIONS if other.value_in(setting) is not None)
+    reasons = (other.reason_against_setting(setting, leader) for other in active_dimensions)
     reason = next(filter(None, reasons), None) or dimension.reason_against(value, leader)
     if reason is None and dimension.frees_memory and leader.effect == "speed":
-        is_memory_short = _beyond_memory(ledger, winner) is not None
-        return None if is_memory_short else "it frees memory, and there is no larger batch that lacks some"
+        is_memory_short = _next_batch_out_of_memory(ledger, leader_setting) is not None
+        return None if is_memory_short else "it frees memory, and no larger batch ran out of it"
     return reason
 
 
 def _leader(ledger: Ledger) -> Setting | None:
-    """Return the setting that would win among those that a config can express, or None if it is hopelessly slow."""
-    chosen = ledger.shortlist
-    if chosen is None:
+    """Return the leader, or None if it is too slow to overtake the baseline by any further dimension."""
+    shortlist = ledger.shortlist
+    if shortlist is None:
         return None
-    leader = chosen.runner_up if chosen.winner.as_found else chosen.winner
-    today, ours = (ledger.measured.get(c) if c is not None else None for c in (chosen.baseline, leader))
-    if ledger.objective == "speed" and today is not None and ours is not None:
-        is_hopeless = MOST_GAIN * ours.samples_per_second < today.samples_per_second
+    leader = shortlist.runner_up if shortlist.winner.as_found else shortlist.winner
+    baseline_merit, leader_merit = (
+        ledger.measured_merits.get(c) if c is not None else None for c in (shortlist.baseline, leader)
+    )
+    if ledger.objective == "speed" and baseline_merit is not None and leader_merit is not None:
+        is_hopeless = MAX_SPEEDUP * leader_merit.samples_per_second < baseline_merit.samples_per_second
         return None if is_hopeless else leader
     return leader
 
 
-def _at_its_batch(ledger: Ledger, setting: Setting) -> Setting:
-    """Return `setting`, moved to the next larger batch, which lacked memory, if it frees memory for speed."""
+def _at_larger_batch_if_memory_freed(ledger: Ledger, setting: Setting) -> Setting:
+    """Return `setting`, at the next larger batch if that ran out of memory and the setting frees memory."""
     if not _frees_memory(setting) or ledger.objective == "memory":
         return setting
-    larger = _beyond_memory(ledger, setting)
-    return setting if larger is None else _at_the_batch_of(larger, setting)
+    larger = _next_batch_out_of_memory(ledger, setting)
+    return setting if larger is None else _with_batch_size_of(larger, setting)
 
 
 def _frees_memory(setting: Setting) -> bool:
     return any(d.frees_memory and d.value_in(setting) is not None for d in DIMENSIONS)
 
 
-def _beyond_memory(ledger: Ledger, setting: Setting) -> Setting | None:
-    alike = setting.precision, setting.autocast_precision
-    ran_out = [c.batch_size for c, f in ledger.failures.items() if f.kind == "oom" and c.precision in alike]
-    larger = [c for c in _of_its_precision(ledger, setting) if c.batch_size > setting.batch_size]
-    beyond = [c for c in larger if ran_out and c.batch_size >= min(ran_out)]
-    return beyond[0] if beyond else None
+def _next_batch_out_of_memory(ledger: Ledger, setting: Setting) -> Setting | None:
+    """Return the candidate with the smallest batch larger than `setting`'s that cannot fit in memory, or None."""
+    precisions = setting.precision, setting.autocast_precision
+    oom_sizes = [c.batch_size for c, f in ledger.failures.items() if f.kind == "oom" and c.precision in precisions]
+    larger = [c for c in _candidates_in_precision(ledger, setting) if c.batch_size > setting.batch_size]
+    too_large = [c for c in larger if oom_sizes and c.batch_size >= min(oom_sizes)]
+    return too_large[0] if too_large else None
 
 
-def _together(ledger: Ledger, leader: Setting) -> Iterator[Setting]:
-    """Yield the leader with each value that was faster on another setting: on several devices values are tried at the
-    same time, each on its own.
+def _combined_values(ledger: Ledger, leader: Setting) -> Iterator[Setting]:
+    """Yield the leader with each value that was faster on another setting.
+
+    On several devices values are tried at the same time, each by itself.
     """
-    for dimension in ordered(ledger):
-        own = getattr(leader, dimension.name)
+    for dimension in dimensions_by_worth(ledger):
+        leader_value = getattr(leader, dimension.name)
         for value in ledger.space.variants.get(dimension.name, ()):
-            setting = _at_its_batch(ledger, dimension.on(leader, value))
-            if not setting.misfits and _is_faster(ledger, dimension, value, own):
+            setting = _at_larger_batch_if_memory_freed(ledger, dimension.on(leader, value))
+            if not setting.misfits and _is_faster(ledger, dimension, value, leader_value):
                 yield setting
 
 
 def _is_faster(ledger: Ledger, dimension: Dimension[Any], value: Any, other: Any) -> bool:
-    found = ledger.measured
+    """Whether trials with `value` were 3 % faster than the same setting with `other` at least once."""
+    merits = ledger.measured_merits
     pairs = [(r.candidate, replace(r.candidate, **{dimension.name: other})) for r in ledger.trials]
     return any(
-        found[c].samples_per_second > (1 + PLATEAU) * found[rival].samples_per_second
+        merits[c].samples_per_second > (1 + PLATEAU) * merits[rival].samples_per_second
         for c, rival in pairs
-        if getattr(c, dimension.name) == value and c in found and rival in found
+        if getattr(c, dimension.name) == value and c in merits and rival in merits
     )
 
 
-def beside(ledger: Ledger) -> Iterator[Setting]:
-    """Yield the leader with its further dimensions at the next larger and smaller batch size, unless tried already."""
+def neighbouring_batch_sizes(ledger: Ledger) -> Iterator[Setting]:
+    """Yield the leader at the next larger and smaller batch size that were not tried with its further dimensions."""
     winner = _leader(ledger)
     if winner is None or not winner.active_variants:
         return
     tried = {record.candidate for record in ledger.counted_trials}
-    sizes = _of_its_precision(ledger, winner)
+    sizes = _candidates_in_precision(ledger, winner)
     if winner.is_compiled:  # compiling takes tens of seconds, and a compiled winner gains most at a larger batch
         sizes = [c for c in sizes if c.batch_size >= winner.batch_size]
     smaller = [c for c in sizes if c.batch_size < winner.batch_size][-1:]
     larger = [c for c in sizes if c.batch_size > winner.batch_size][:1]
     for neighbour in (*larger, *smaller):
         failure = ledger.failures.get(neighbour)
-        setting = _at_the_batch_of(neighbour, winner)
+        setting = _with_batch_size_of(neighbour, winner)
         if setting not in tried and (failure is None or _frees_memory(winner)):
             yield setting
 
 
-def _at_the_batch_of(other: Setting, setting: Setting) -> Setting:
+def _with_batch_size_of(other: Setting, setting: Setting) -> Setting:
     return replace(setting, batch_size=other.batch_size, accumulation_steps=other.accumulation_steps)
 
 
-def _of_its_precision(ledger: Ledger, setting: Setting) -> list[Setting]:
+def _candidates_in_precision(ledger: Ledger, setting: Setting) -> list[Setting]:
     """Return the candidates of the setting's precision, ascending by batch size."""
     return [c for c in ledger.space.candidates if c.precision == setting.autocast_precision]
 
 
 def _trials_of(ledger: Ledger, dimension: Dimension[Any], value: Any) -> list[Record]:
-    ours = [r for r in ledger.counted_trials if r.purpose == "search" and r.candidate != ledger.space.baseline]
-    return [r for r in ours if dimension.is_tried_in(r.candidate, value)]
+    trials = [r for r in ledger.counted_trials if r.purpose == "search" and r.candidate != ledger.space.baseline]
+    return [r for r in trials if dimension.is_tried_in(r.candidate, value)]
 
 
-# -- report on each ----------------------------------------------------------------------------------------------------
+# -- rows of the report ------------------------------------------------------------------------------------------------
 
 
-def rows(ledger: Ledger, chosen: Setting, *, is_budget_spent: bool) -> tuple[VariantRow, ...]:
-    """Return a row for each value of each further dimension: its gain over the setting without it, or why not tried."""
-    found = []
-    for dimension in ordered(ledger):
+def variant_rows(ledger: Ledger, chosen: Setting, *, is_budget_spent: bool) -> tuple[VariantRow, ...]:
+    """Return a row for each value of each further dimension: its gain, or the reason that it was not tried."""
+    table = []
+    for dimension in dimensions_by_worth(ledger):
         name, space = dimension.name, ledger.space
         for value in space.variants.get(name, ()):
             is_chosen = dimension.value_in(chosen) == value
-            found.append(_row(ledger, dimension, value, is_chosen=is_chosen, is_budget_spent=is_budget_spent))
+            table.append(_row(ledger, dimension, value, is_chosen=is_chosen, is_budget_spent=is_budget_spent))
         for value, reason in space.variants_left_out.get(name, {}).items():
-            found.append(VariantRow(name=name, value=str(value), status="untried", reason=reason))
-    return tuple(found)
+            table.append(VariantRow(name=name, value=str(value), status="untried", reason=reason))
+    return tuple(table)
 
 
 def _row(
@@ -252,20 +260,20 @@ def _row(
     row = VariantRow(name=dimension.name, value=str(value), status="untried", max_speedup=gain)
     trials = _trials_of(ledger, dimension, value)
     if not trials:
-        reason = why_not_worth(ledger, dimension, value)
+        reason = reason_not_to_try(ledger, dimension, value)
         seconds = _least_seconds(ledger, dimension)
         at_least = f"a trial takes {seconds:.0f} s or more"
-        spent = f"the search ended before, and {at_least}: a larger --budget tries it"
+        untried_reason = f"the search ended before, and {at_least}: a larger --budget tries it"
         left_out = (
             f"{at_least}, which is more than it is likely to be worth: --try {dimension.name} tries it all the same"
         )
-        return replace(row, reason=reason or (spent if is_budget_spent else left_out))
+        return replace(row, reason=reason or (untried_reason if is_budget_spent else left_out))
     record, outcome = trials[0], trials[0].outcome
     row = replace(row, setting=str(record.candidate))
     if isinstance(outcome, Failure):
         return replace(row, status=outcome.kind, reason=outcome.message)
     assert isinstance(outcome, Measurement)
-    without = _without(ledger, record.candidate, dimension)
+    reference = _setting_without(ledger, record.candidate, dimension)
     row = replace(
         row,
         status="chosen" if is_chosen else "tried",
@@ -276,28 +284,30 @@ def _row(
         row = replace(row, status="excluded", reason=ledger.ruled_out[record.candidate])
     if (num_steps := ledger.break_even_steps(record.candidate)) is not None:
         row = replace(row, break_even_steps=None if math.isinf(num_steps) else num_steps)
-    if without is None:
+    if reference is None:
         return row
-    base = ledger.measurements[without][-1]
-    (low, high), (base_low, base_high) = (_per_sample(r, m) for r, m in ((record.candidate, outcome), (without, base)))
+    reference_measurement = ledger.measurements[reference][-1]
+    (low, high), (base_low, base_high) = (
+        _per_sample(r, m) for r, m in ((record.candidate, outcome), (reference, reference_measurement))
+    )
     return replace(
         row,
-        beside=str(without),
-        speedup=outcome.samples_per_second / base.samples_per_second,
+        beside=str(reference),
+        speedup=outcome.samples_per_second / reference_measurement.samples_per_second,
         speedup_interval=(base_low / high, base_high / low),
-        memory_change_bytes=outcome.peak_memory_bytes - base.peak_memory_bytes,
+        memory_change_bytes=outcome.peak_memory_bytes - reference_measurement.peak_memory_bytes,
     )
 
 
 def _per_sample(setting: Setting, measured: Measurement) -> tuple[float, float]:
-    """Return the interval of the seconds per sample within a process."""
+    """Return the interval of the seconds per sample of one process."""
     low, high = measured.step_seconds_interval
-    least = max(low, min(measured.raw_step_seconds))  # the interval may reach below 0 if steps differ a lot
+    least = max(low, min(measured.raw_step_seconds))  # the interval may include 0 if steps differ a lot
     return least / setting.effective_batch_size, high / setting.effective_batch_size
 
 
-def _without(ledger: Ledger, setting: Setting, dimension: Dimension[Any]) -> Setting | None:
-    """Return the setting that a variant is compared with: the same without it, else the fastest at another batch."""
+def _setting_without(ledger: Ledger, setting: Setting, dimension: Dimension[Any]) -> Setting | None:
+    """Return the setting to compare with: the same without the value, else the fastest without it at another batch."""
     plain = replace(setting, **{dimension.name: dimension.default})
     if plain in ledger.measurements and dimension.is_without(plain, setting):
         return plain

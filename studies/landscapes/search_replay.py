@@ -26,9 +26,9 @@ from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Runner, Watchers, run
-from autotune_amp.search.search import before_confirmation
-from autotune_amp.search.stages.confirm import Confirm
+from autotune_amp.search.run import ProgressWatcher, Runner, Watchers, run_stages
+from autotune_amp.search.search import search_stages
+from autotune_amp.search.stages.confirm import ConfirmationRounds
 from autotune_amp.search.stages.explore import share_building
 from autotune_amp.search.storage import study as studies
 
@@ -120,15 +120,15 @@ def play_search(
     watchers = Watchers(ProgressWatcher(ends, budget))
     planner, study = Planner(job_defaults, budget), _study(ledger, seed)
     runner = Runner(backend, ledger, planner, watchers)
-    for _ in run(before_confirmation(study), runner):
+    for _ in run_stages(search_stages(study), runner):
         if not runner.pending:
             share_building(backend, planner, ledger, ends)
     backend.close()
     searched_seconds = budget.now
     if ledger.final_shortlist is not None:
         budget.num_slots = 1
-        stage = Confirm(ledger.final_shortlist, job_defaults.environment)
-        for _ in run([stage], Runner(fresh, ledger, planner, watchers)):
+        stage = ConfirmationRounds(ledger.final_shortlist, job_defaults.environment)
+        for _ in run_stages([stage], Runner(fresh, ledger, planner, watchers)):
             pass
     by_round = {record.round: seconds for seconds, record in ends.records if record.round is not None}
     return Replayed(ledger, landscape, ends.records, searched_seconds, list(by_round.values()))

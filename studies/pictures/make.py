@@ -19,7 +19,7 @@ from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.report.files import write_report
 from autotune_amp.report.progress import TerminalProgress
 from autotune_amp.report.terminal import print_recommendation
-from autotune_amp.search.answer.decide import ranked_again
+from autotune_amp.search.answer.decide import rerank_with_options
 from autotune_amp.search.storage.folder import StudyFolder
 
 HERE = Path(__file__).parent
@@ -53,7 +53,7 @@ def draw_terminal() -> None:
 
 def as_of_today(path: Path) -> Recommendation:
     """The committed recommendation, put together by today's code from the same trials."""
-    return ranked_again(Recommendation.load(path), path, None, None, None, None)
+    return rerank_with_options(Recommendation.load(path), path, None, None, None, None)
 
 
 def draw_report() -> None:

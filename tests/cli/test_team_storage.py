@@ -11,7 +11,7 @@ import postgresql
 import pytest
 from conftest import CommandLine
 
-from autotune_amp.search.storage.database import connected
+from autotune_amp.search.storage.database import open_storage
 
 # A step takes as long for any batch, so that the largest is the fastest on any machine.
 SCRIPT = """
@@ -62,7 +62,7 @@ def test_others_are_answered_from_it_or_begin_with_what_was_best(cli: CommandLin
     tried = [r["candidate"]["batch_size"] for r in map(json.loads, lines) if r["purpose"] == "search"]
     best = json.loads((cli.folder / "mine/train/recommendation.json").read_text())["config"]["batch_size"]
     assert best in tried[:2], "after today's"
-    with connected(server.url()) as storage:
+    with open_storage(server.url()) as storage:
         studies = storage.get_all_studies()
         assert {study.study_name for study in studies} >= {"train"}
         trials = [storage.get_all_trials(study._study_id) for study in studies]

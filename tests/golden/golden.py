@@ -18,7 +18,7 @@ from search_replay import search_replay
 
 from autotune_amp.core.outcome import Measurement, Record
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.search.answer.decide import ranked_again
+from autotune_amp.search.answer.decide import rerank_with_options
 
 HERE = Path(__file__).parent
 STUDIES = HERE.parents[1] / "studies"
@@ -41,7 +41,7 @@ LANDSCAPES = {
 def ranked() -> Recommendation:
     """The study's records, ranked for what they were searched for."""
     path = STUDY / "recommendation.json"
-    return ranked_again(Recommendation.load(path), path, None, None, None, None)
+    return rerank_with_options(Recommendation.load(path), path, None, None, None, None)
 
 
 def played(name: str) -> dict[str, Any]:

@@ -37,11 +37,11 @@ from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.loss_scales import AllScales
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run
+from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run_stages
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks, LossScales
-from autotune_amp.search.stages.confirm import Confirm
-from autotune_amp.search.stages.explore import exploring, share_building
+from autotune_amp.search.stages.confirm import ConfirmationRounds
+from autotune_amp.search.stages.explore import exploration_stages, share_building
 from autotune_amp.search.stages.fallbacks import Fallbacks
 from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.search.storage.study import Study
@@ -286,7 +286,7 @@ class ScriptedSearch:
         self.storage: str | Path = "sqlite://" if folder is None else folder / "study.db"
 
     def run(self, stage: Stage, backend: Any = None) -> None:
-        for _ in run([stage], self.runner(backend)):
+        for _ in run_stages([stage], self.runner(backend)):
             pass
 
     @property
@@ -304,10 +304,10 @@ class ScriptedSearch:
         """With the sharing of what is built between trials, as a real search has it."""
         with Study.open(self.storage, "scripted", self.ledger) as study:
             self.job_defaults = replace(self.job_defaults, max_trials=max_trials)
-            stages: list[Stage] = [*exploring(study), Checks(), LossScales(study)]
+            stages: list[Stage] = [*exploration_stages(study), Checks(), LossScales(study)]
             if not is_checked:
                 stages = [stage for stage in stages if not isinstance(stage, (Checks, LossScales))]
-            for _ in run(stages, self.runner()):
+            for _ in run_stages(stages, self.runner()):
                 self.share_building()
 
     def share_building(self) -> None:
@@ -323,7 +323,7 @@ class ScriptedSearch:
 
     def confirm(self, chosen: Shortlist, environment: dict[str, str], start_seconds: float = 1.0) -> None:
         self.set_start(environment, start_seconds)
-        self.run(Confirm(chosen, environment))
+        self.run(ConfirmationRounds(chosen, environment))
 
     def decide(self, environment: Mapping[str, str]) -> Decision:
         return decide(self.ledger, environment=environment, description=self.job_defaults.description)

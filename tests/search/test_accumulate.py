@@ -18,7 +18,7 @@ from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
 from autotune_amp.search import loss_scales
 from autotune_amp.search.answer.decide import decide
-from autotune_amp.search.answer.explain import accumulation_doubts
+from autotune_amp.search.answer.explain import accumulation_warnings
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import AccumulationCheck
 
@@ -121,20 +121,20 @@ def test_the_weighting_is_said_where_the_config_or_a_plan_accumulates(
     chosen = candidate("bf16", 64 // num_steps, num_steps)
     plan = FallbackPlan(precision="fp32", batch_size=64 // plan_steps, accumulation_steps=plan_steps)
     config = AmpConfig(precision="bf16", batch_size=chosen.batch_size, accumulation_steps=num_steps, fallback=(plan,))
-    warnings, notes = said = accumulation_doubts(built(**KEPT), chosen, config, accumulation(verdict))
+    warnings, notes = said = accumulation_warnings(built(**KEPT), chosen, config, accumulation(verdict))
     assert warnings + notes == ([f"The micro-batches are {verdict}. Do as {verdict} asks."] if is_said else [])
     assert bool(warnings) == (is_said and num_steps > 1), "a plan that may never be needed changes nothing now"
-    assert accumulation_doubts(built(**KEPT), chosen, config, None) == ([], [])
+    assert accumulation_warnings(built(**KEPT), chosen, config, None) == ([], [])
     a_commands = msgspec.structs.replace(built(**KEPT), weighs_passes=True, checks=frozenset({"fidelity"}))
-    unchecked = accumulation_doubts(a_commands, chosen, config, None)
+    unchecked = accumulation_warnings(a_commands, chosen, config, None)
     assert len([*unchecked[0], *unchecked[1]]) == (max(num_steps, plan_steps) > 1)
     todays = msgspec.structs.replace(a_commands, baseline=candidate("fp32", 64 // plan_steps, plan_steps))
-    assert bool(accumulation_doubts(todays, chosen, config, None)[0]) == (num_steps not in (1, plan_steps))
+    assert bool(accumulation_warnings(todays, chosen, config, None)[0]) == (num_steps not in (1, plan_steps))
     keeps = msgspec.structs.replace(a_commands, keeps_effective_batch_size=True)
-    assert accumulation_doubts(keeps, chosen, config, None) == ([], [])
+    assert accumulation_warnings(keeps, chosen, config, None) == ([], [])
     is_done = verdict == "weighted"
     weighing = msgspec.structs.replace(built(**KEPT), weighs_passes=True)
-    assert accumulation_doubts(weighing, chosen, config, accumulation(verdict)) == (([], []) if is_done else said)
+    assert accumulation_warnings(weighing, chosen, config, accumulation(verdict)) == (([], []) if is_done else said)
 
 
 @pytest.mark.parametrize("verdict", ["mean", "inexact"])

@@ -16,9 +16,9 @@ from autotune_amp.core.config import LossScale
 from autotune_amp.core.outcome import Failure, FailureKind
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.explain import nothing_works
-from autotune_amp.search.loss_scales import DEFAULT_PAIR, calibrated
-from autotune_amp.search.ranking import check_key, found_fidelity
+from autotune_amp.search.answer.explain import nothing_works_error
+from autotune_amp.search.loss_scales import DEFAULT_PAIR, calibration_results
+from autotune_amp.search.ranking import check_key, fidelity_verdicts
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages import checks
 from autotune_amp.search.stages.checks import CheckAction, next_action
@@ -124,7 +124,7 @@ def test_a_check_that_fails_takes_nothing_down(kind: FailureKind, verdict: str) 
     made = log(fp32=100.0, bf16=200.0)
     for _ in range(1 + (kind == "crash")):  # a first crash is nobody's
         made.add(candidate("bf16", 16), Failure(kind=kind, message="it went wrong"), "fidelity")
-    assert found_fidelity(made.records)[check_key(candidate("bf16", 8))].verdict == verdict
+    assert fidelity_verdicts(made.records)[check_key(candidate("bf16", 8))].verdict == verdict
     assert todo(made) is None
     assert (BF16 in ledger_of(made.records, WHERE).speeds) == (verdict == "unchecked")
     decision = decided(made)
@@ -144,14 +144,14 @@ def test_fp16_counts_what_is_applied() -> None:
     bad = replace(calibration(), log2_scales=(14.5, None, *[14.5] * 8) * 2)
     made = log(fp32=100.0, fp16=200.0, bf16=190.0).add(FP16, bad, "calibration")
     assert ledger_of(made.records, WHERE).speeds[FP16] < 185.0
-    assert decided(made, scales=calibrated(made.records)).config.precision == "bf16"
+    assert decided(made, scales=calibration_results(made.records)).config.precision == "bf16"
 
 
 def test_where_all_that_ran_is_ruled_out_the_reasons_are_said_and_no_harm_is_alleged() -> None:
     made = Log().add(FP16, 200.0).add(FP16, Failure(kind="unsupported", message="no LSTM"), "calibration")
     made.add(at("fp16", 128), Failure(kind="oom", message="it took too much"))
     assert shortlist(made.records, FP32) is None
-    error = nothing_works(ledger_of(made.records, WHERE), (), has_stepped=False)
+    error = nothing_works_error(ledger_of(made.records, WHERE), (), has_stepped=False)
     assert "unsupported: no LSTM" in str(error)
     assert "oom" not in str(error)
 

@@ -12,7 +12,7 @@ from autotune_amp.core.errors import FormatError
 from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.hardware import identify
 from autotune_amp.search import command
-from autotune_amp.search.command import CommandSource, fingerprint_parts, sources
+from autotune_amp.search.command import CommandSource, files_of_command, fingerprint_parts
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +34,13 @@ def test_what_it_names_imports_and_calls_counts_and_nothing_beside_it(folder: Pa
     (folder / "part.py").write_text("import json, package.inner")
     (folder / "go.sh").write_text("source ./env.sh && python called.py")
     (folder / ".#train.py").symlink_to("nobody@nowhere:1")
-    found = sources(
+    found = files_of_command(
         ["python", "train.py", "--config=cfg.yaml", "a\0b", 5000 * "x", "bash", "-ec", "x=1 python quoted.py"]
     )
     assert {str(path) for path in found} == {
         *("train.py", "part.py", "cfg.yaml", "quoted.py", "package/__init__.py", "package/inner.py"),
     }
-    assert {str(path) for path in sources(["bash", "go.sh"])} == {"go.sh", "env.sh", "called.py"}
+    assert {str(path) for path in files_of_command(["bash", "go.sh"])} == {"go.sh", "env.sh", "called.py"}
 
 
 def fingerprint(folder: Path, command: str = "python train.py") -> tuple[CommandSource, Fingerprint]:

@@ -23,8 +23,8 @@ from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.confirm import (
     ENDING_SHARE,
     MAX_ROUNDS,
-    Confirm,
-    OneRank,
+    ConfirmationRounds,
+    OneRankTrial,
     plan_round,
 )
 from autotune_amp.trial.jobs import Trial
@@ -70,7 +70,7 @@ class Machine:
         num_before = len(self.ledger.records)
         self.searched.set_start(environment or {}, self.start_seconds)
         processes = ConfirmingProcesses(self.make, Slot("cpu"), are_shared=self.searched.job_defaults.shares_processes)
-        self.searched.run(Confirm(shortlist, environment or {}), processes)
+        self.searched.run(ConfirmationRounds(shortlist, environment or {}), processes)
         return self.ledger.records[num_before:]
 
     def make(self, environment: dict[str, str]) -> ScriptedBackend:
@@ -108,7 +108,7 @@ class Machine:
     def forget_after(self, *kept: Record) -> None:
         """A search that was killed then, and goes on."""
         self.ledger.records = kept
-        self.ledger._forget()
+        self.ledger._clear_derived_values()
         self.specs.clear()
 
 
@@ -177,7 +177,7 @@ def test_one_rank_trains_with_the_loss_scale_of_the_others() -> None:
     searched.measure(fp16, FP32)
     searched.run(Checks())
     searched.ledger.scales[fp16.scaling] = Scales(calibration(), 1000)
-    searched.run(OneRank(0))
+    searched.run(OneRankTrial(0))
     (alone,) = (record for record in searched.ledger.records if record.purpose == "one_rank")
     assert alone.loss_scale == searched.ledger.loss_scale(fp16) != LOSS_SCALE
 
@@ -231,7 +231,7 @@ def test_a_run_that_took_longer_than_foreseen_leaves_the_baseline_confirmed(numb
 def test_a_process_is_started_where_a_tenth_more_than_its_time_is_left(margin: float, runs: bool) -> None:
     machine = Machine()
     machine.searched.set_start({}, 3.0)
-    planner, stage = machine.searched.planner, Confirm(Shortlist(FP32, None, FP32), {})
+    planner, stage = machine.searched.planner, ConfirmationRounds(Shortlist(FP32, None, FP32), {})
     machine.budget.now = machine.budget.seconds - margin * (3.0 + planner.run_seconds(machine.ledger, FP32))
     assert (stage.next(machine.ledger, planner) is not None) == runs
 
@@ -242,7 +242,7 @@ def test_what_processes_took_is_the_mean_of_what_was_seen() -> None:
     fields: dict[str, Any] = {"search_id": "s", "number": 9, "candidate": FP32, "round": 0, "outcome": found}
     for seconds in (4.0, 10.0):
         machine.ledger.append(Record(**fields, purpose="confirm", seconds=seconds, start_seconds=seconds / 4))
-    machine.ledger._forget()
+    machine.ledger._clear_derived_values()
     assert machine.searched.planner.start_seconds(machine.ledger) == pytest.approx((2.0 + 3.5) / 2)
     assert machine.searched.planner.run_seconds(machine.ledger, FP32) == pytest.approx((2.0 + 6.5) / 2)
 

@@ -17,7 +17,7 @@ from autotune_amp.core.recommendation import Decision, Exclusion, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import rate
 from autotune_amp.search.answer.decide import decide
-from autotune_amp.search.ranking import check_key, found_fidelity, rank
+from autotune_amp.search.ranking import check_key, fidelity_verdicts, rank
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.fallbacks import fallback_plans
 
@@ -70,7 +70,7 @@ def decided(
     space = more.pop("space", Space(candidates=candidates, baseline=baseline))
     made = Log()
     made.records = list(log.records)
-    known = found_fidelity(log.records)
+    known = fidelity_verdicts(log.records)
     checks = {check_key(c) for c in (*candidates, baseline) if not c.as_found and c.precision != "fp32"} - known.keys()
     for check in checks if is_checked else ():
         made.add(at(check.precision, 16, pinned_modules=check.pinned_modules), fidelity(check.precision), "fidelity")
@@ -332,7 +332,7 @@ def test_fallbacks_are_what_was_measured_to_fit_at_the_same_effective_batch() ->
 def test_a_plan_of_a_compiled_config_is_measured_without_compiling_and_held_against_such_steps() -> None:
     compiled = at("bf16", 64, compile="default")
     log = Log().add(at("fp32", 64), 50.0).add(at("bf16", 64), 200.0).add(compiled, 400.0)
-    (plan,) = fallback_plans(log.records, compiled, may_add_steps=False)
+    (plan,) = fallback_plans(log.records, compiled, is_splitting_allowed=False)
     assert (plan.precision, plan.compile, plan.samples_per_second, plan.slowdown) == ("fp32", "off", 50.0, 4.0)
 
 
@@ -489,7 +489,9 @@ def test_three_warnings_are_said_and_the_rest_are_notes() -> None:
     assert set(circumstances[2:]) | {"The driver is old."} <= set(found.notes)
 
 
-@pytest.mark.parametrize(("was_interrupted", "way_out"), [(False, "A larger --budget"), (True, "Run the same search")])
+@pytest.mark.parametrize(
+    ("was_interrupted", "way_out"), [(False, "Use a larger --budget"), (True, "Run the same search")]
+)
 def test_what_confirms_an_answer_is_what_the_search_ended_for_want_of(was_interrupted: bool, way_out: str) -> None:
     summary = msgspec.structs.replace(SPENT, was_interrupted=was_interrupted)
     (said,) = (w for w in decided(Log().add(FP32, 100.0).add(BF16, 50.0), search=summary).warnings if "Unconf" in w)

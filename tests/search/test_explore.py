@@ -10,7 +10,7 @@ from scripted_backend import ScriptedSearch, all_well, calibration, candidate, d
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome, Record
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.explain import nothing_works
+from autotune_amp.search.answer.explain import nothing_works_error
 from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Budget, Planner
@@ -56,7 +56,7 @@ def test_a_stall_while_measuring_again_does_not_rule_out_what_was_measured() -> 
     records = tried([(candidate("fp32", 64), 100.0), (candidate("fp32", 32), 90.0)])
     records.append(record(9, candidate("fp32", 64), Failure(kind="timeout", message="still after step 3")))
     assert failures(records) == {}
-    assert candidate("fp32", 64) in known(records).measured
+    assert candidate("fp32", 64) in known(records).measured_merits
     alone = record(10, candidate("fp32", 128), Failure(kind="timeout", message="still after step 3"))
     assert set(failures([*records, alone])) == {candidate("fp32", 128)}
 
@@ -75,7 +75,7 @@ def test_a_process_that_was_still_loading_when_time_was_up_speaks_against_nothin
     assert ledger.failures == {}
     assert ledger.outcomes == {}, "it may be tried again"
     assert ledger.num_failures == 0
-    assert nothing_works(ledger, (), has_stepped=False) is None, "the budget was too small, and nothing is wrong"
+    assert nothing_works_error(ledger, (), has_stepped=False) is None, "the budget was too small, and nothing is wrong"
 
 
 @pytest.mark.parametrize(("times", "is_run"), [(0.9, False), (1.1, True)])

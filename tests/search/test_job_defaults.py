@@ -14,7 +14,7 @@ from autotune_amp.core.recommendation import SearchInterruptedError
 from autotune_amp.hardware import machine_load
 from autotune_amp.processes.local import LocalBackend
 from autotune_amp.search.answer.decide import memory_evidence
-from autotune_amp.search.answer.explain import memory_doubts
+from autotune_amp.search.answer.explain import memory_warnings
 from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
@@ -30,7 +30,7 @@ SIZES = SampleSizes(
 ALL_SEEN = SampleSizes(
     num_seen=10_000, num_samples=10_000, smallest_size=4, median_size=120, largest_size=512, largest=(7,)
 )
-ALL = "the 1 largest of 10,000 samples looked at, of 10,000: 4 to 512 numbers each, median 120"
+ALL = "the 1 largest of 10,000 samples examined, of 10,000: 4 to 512 numbers each, median 120"
 
 
 @pytest.mark.parametrize(
@@ -39,17 +39,17 @@ ALL = "the 1 largest of 10,000 samples looked at, of 10,000: 4 to 512 numbers ea
         ({}, None, None),
         (
             {"sample_sizes": SIZES},
-            "the 64 largest of 3,120 samples looked at, of 10,000: 4 to 512 numbers each, median 120",
-            "the largest of 3,120 among 10,000 samples",
+            "the 64 largest of 3,120 samples examined, of 10,000: 4 to 512 numbers each, median 120",
+            "the largest of only 3,120 of 10,000 samples",
         ),
         ({"sample_sizes": ALL_SEEN}, ALL, None),
-        ({"batch_sizes_seen": (1024, 8192)}, None, "from 1,024 to 8,192 numbers in those drawn"),
+        ({"batch_sizes_seen": (1024, 8192)}, None, "1,024 to 8,192 numbers"),
     ],
 )
 def test_the_worst_case_is_told(fields: dict[str, Any], worst_case: str | None, doubt: str | None) -> None:
     description = described(**fields)
     assert memory_evidence(SettingRuns(candidate=candidate("bf16", 64)), description).worst_case == worst_case
-    said = memory_doubts(description)
+    said = memory_warnings(description)
     assert len(said) == (doubt is not None)
     assert all((doubt or "") in sentence and "worst_batch" in sentence for sentence in said)
 

@@ -10,7 +10,7 @@ from autotune_amp.core.evidence import outlook_line
 from autotune_amp.core.outcome import Outcome
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.confirm import LargerBatches
+from autotune_amp.search.stages.confirm import LargerBatchTrials
 from autotune_amp.trial.jobs import Trial
 
 KEPT = 32
@@ -47,7 +47,7 @@ class Machine:
         self.searched.confirm(self.searched.ledger.final_shortlist, {})
         self.searched.set_start({}, 0.5)
         self.searched.budget.now = self.searched.budget.seconds - left_seconds
-        self.searched.run(LargerBatches())
+        self.searched.run(LargerBatchTrials())
         return self.searched.decide({})
 
     def beyond(self) -> list[str]:

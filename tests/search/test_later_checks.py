@@ -14,9 +14,9 @@ from test_whole_search import Machine, space
 from autotune_amp.core.outcome import CheckOutcome, Failure, FailureKind, Fidelity, GradientDamage, Record, Verdict
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.planner import EXTRA_SHARE
-from autotune_amp.search.ranking import check_key, found_fidelity
+from autotune_amp.search.ranking import check_key, fidelity_verdicts
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.checks import MAX_STEPS_BEFORE, Checks, TrainedWeightsChecks, next_later
+from autotune_amp.search.stages.checks import MAX_STEPS_BEFORE, Checks, TrainedWeightsChecks, next_trained_weights_check
 from autotune_amp.trial.jobs import Check
 
 FP32, BF16, FP16 = at("fp32", 32), at("bf16", 64), at("fp16", 64)
@@ -69,19 +69,22 @@ def after(verdict: Verdict, num_steps: int = 200) -> Fidelity:
     ],
 )
 def test_what_is_looked_at_again(made: Log, seconds: float, expected: tuple[Setting, int] | None) -> None:
-    assert next_later(ledger_of(made.records, WHERE), seconds) == expected
+    assert next_trained_weights_check(ledger_of(made.records, WHERE), seconds) == expected
 
 
 def test_not_where_nothing_can_train_for_it() -> None:
     made = log(fidelity("bf16", **FIRST))
-    assert next_later(ledger_of(made.records, replace(WHERE, checks=frozenset({"fidelity"}))), 20.0) is None
-    assert next_later(ledger_of(made.records, replace(WHERE, weights="bf16")), 20.0) is None
+    assert (
+        next_trained_weights_check(ledger_of(made.records, replace(WHERE, checks=frozenset({"fidelity"}))), 20.0)
+        is None
+    )
+    assert next_trained_weights_check(ledger_of(made.records, replace(WHERE, weights="bf16")), 20.0) is None
 
 
 @pytest.mark.parametrize("verdict", ["faithful", "doubtful", "unchecked"])
 def test_what_trained_weights_do_not_rule_out_stands_and_is_told(verdict: Verdict) -> None:
     made = log(fidelity("bf16", **FIRST), after(verdict))
-    found = found_fidelity(made.records)[check_key(BF16)]
+    found = fidelity_verdicts(made.records)[check_key(BF16)]
     assert (found.verdict, found.num_steps_before) == ("faithful", 0)
     assert found.later is not None
     assert (found.later.verdict, found.later.num_steps) == (verdict, 200)

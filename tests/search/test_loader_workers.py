@@ -12,7 +12,7 @@ from autotune_amp.core.recommendation import Decision
 from autotune_amp.search.planner import DEADLINE_RATIO
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks
-from autotune_amp.search.stages.explore import exploring
+from autotune_amp.search.stages.explore import exploration_stages
 from autotune_amp.search.stages.variants import LoaderWorkers
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
@@ -55,7 +55,7 @@ class LoadingMachine:
         with Study.open("sqlite://", "scripted", self.ledger) as study:
             self.searched.job_defaults = msgspec.structs.replace(self.searched.job_defaults, max_trials=max_trials)
             checks = Checks()
-            for stage in (*exploring(study), checks, LoaderWorkers(checks)):
+            for stage in (*exploration_stages(study), checks, LoaderWorkers(checks)):
                 self.searched.run(stage)
             told = [trial.user_attrs["candidate"] for trial in study._study.trials]
         assert not any("worker" in name for name in told), "other workers are not in the study's space"
@@ -100,7 +100,7 @@ def test_where_loading_stays_the_limit_the_precision_with_less_to_go_wrong_wins(
     assert (decision.config.precision, decision.config.num_workers) == ("fp32", 2)
     (warning,) = [w for w in decision.warnings if "loader" in w]
     assert "bf16 batch 32 with 2 workers (40.0 samples/s)" in warning
-    assert "costs less to load" in warning
+    assert "take less time to load" in warning
 
 
 def test_workers_that_do_not_help_are_not_recommended() -> None:

@@ -14,7 +14,7 @@ from autotune_amp.core.outcome import Calibration, Failure, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.numerics.scaler_replay import Replay, extend_trace, replay, skipped_steps
 from autotune_amp.search import loss_scales
-from autotune_amp.search.loss_scales import DEFAULT_PAIR, Scales, best_pair, calibrated
+from autotune_amp.search.loss_scales import DEFAULT_PAIR, Scales, best_pair, calibration_results
 
 FP16 = candidate("fp16", 16)
 REACHING_DOWN = dict.fromkeys(range(-34, -4), 100)  # a hundredth below 2^-33, a thirtieth below 2^-32 ...
@@ -52,7 +52,7 @@ def test_the_choice_is_neither_the_smallest_scale_nor_the_largest_interval() -> 
 
 def test_the_course_is_the_replay_stretch_by_stretch() -> None:
     known = scales(num_steps=5000, log2_scale=14.5)
-    course, told = known.course(DEFAULT_PAIR, is_bounded=True), known.replay(DEFAULT_PAIR)
+    course, told = known.scale_stretches(DEFAULT_PAIR, is_bounded=True), known.replay(DEFAULT_PAIR)
     skipped = [stretch.skip for stretch in course if stretch.skip is not None]
     assert (len(skipped), skipped[0], course[-1].scale) == (told.num_skips, told.first_skip, told.final_scale)
     assert [stretch.first_step for stretch in course] == sorted(stretch.first_step for stretch in course)
@@ -73,9 +73,9 @@ def test_a_better_pair_that_was_asked_for_is_chosen() -> None:
 def test_fp16_is_refused_with_the_number_where_too_much_flushes_at_every_safe_scale() -> None:
     known = scales(log2_scale=4.2, histogram={-40: 400, -6: 600})
     assert known.refusal is not None
-    assert "40.0 % of the gradient's entries are flushed to zero at a loss scale of 8" in known.refusal
+    assert "40.0 % of the gradient's entries underflow to zero at a loss scale of 8" in known.refusal
     assert "2^4.2" in known.refusal
-    answers = calibrated([recorded(calibration(4.2, {-40: 400, -6: 600}))])
+    answers = calibration_results([recorded(calibration(4.2, {-40: 400, -6: 600}))])
     assert loss_scales.refusal(answers, FP16) == known.refusal
     (exclusion,) = loss_scales.exclusions(answers)
     assert (exclusion.precision, exclusion.batch_size, exclusion.reason) == ("fp16", 16, known.refusal)
@@ -85,7 +85,7 @@ def test_fp16_is_refused_with_the_number_where_too_much_flushes_at_every_safe_sc
 def test_fp16_is_refused_where_activations_come_near_its_end(forward_max: float, is_refused: bool) -> None:
     found = msgspec.structs.replace(calibration(batch_size=512), forward_max=forward_max)
     refusal = Scales(found, 100).refusal
-    said = f"activations reach {forward_max:.0f} at batch 512, where fp16 ends at 65504"
+    said = f"activations reach {forward_max:.0f} at batch 512, and fp16 overflows above 65504"
     assert refusal == (said if is_refused else None)
 
 
@@ -95,7 +95,7 @@ def test_ours_is_replayed_within_its_bounds_and_gradscalers_defaults_without() -
     short = (65536.0, 20)
     assert known.replay(short).final_scale == 2.0**24
     grown = Scales(calibration(200.0), 40_000)
-    assert grown.of_gradscaler.final_scale > 2.0**24
+    assert grown.gradscaler_replay.final_scale > 2.0**24
     assert grown.replay(DEFAULT_PAIR).final_scale <= 2.0**24
 
 
@@ -122,7 +122,7 @@ def test_a_window_of_passes_divides_the_loss_and_so_the_scale() -> None:
 
 def test_what_a_process_should_have_skipped_is_counted_as_the_trial_counts() -> None:
     known = scales(log2_scale=14.5)
-    assert known.num_skips_among(known.preferred, 400, 3) == 0
+    assert known.predicted_num_skips(known.preferred, 400, 3) == 0
     pair = (2.0**14, 5)  # grows to 2^15 after five steps, which is one skip, and so on every six steps
     trace = extend_trace(known.log2_scales, 100)
     assert skipped_steps(trace, LossScale(init_scale=pair[0], growth_interval=5))[:3] == [5, 11, 17]
@@ -132,7 +132,7 @@ def test_what_a_process_should_have_skipped_is_counted_as_the_trial_counts() -> 
 
 
 def test_the_evidence_sets_what_was_seen_beside_what_was_foretold() -> None:
-    answers = calibrated([recorded(calibration())])
+    answers = calibration_results([recorded(calibration())])
     ran = measurement(1.0, raw_step_seconds=(1.0,) * 20, num_steps_together=4, num_skips=2)
     found = loss_scales.evidence(answers, FP16, [ran, ran])
     assert found is not None
@@ -155,7 +155,7 @@ def test_the_evidence_sets_what_was_seen_beside_what_was_foretold() -> None:
 def test_without_a_safe_scale_fp16_is_refused_and_where_none_was_looked_for_not(
     outcome: Calibration | Failure, refusal: str
 ) -> None:
-    answers = calibrated([recorded(outcome)])
+    answers = calibration_results([recorded(outcome)])
     found = loss_scales.refusal(answers, FP16) or ""
     assert refusal in found
     assert bool(found) == bool(refusal) == bool(loss_scales.exclusions(answers))

@@ -20,7 +20,7 @@ from autotune_amp.processes.local import Slot, SlotLostError
 from autotune_amp.search import ranking
 from autotune_amp.search.planner import MIN_ROUNDS
 from autotune_amp.search.ranking import PLATEAU
-from autotune_amp.search.run import Runner, Watchers, run
+from autotune_amp.search.run import Runner, Watchers, run_stages
 
 NAMES = [name for name in landscapes() if name.endswith(", 0 %")]
 
@@ -79,7 +79,7 @@ def test_whatever_is_lost_the_choice_is_as_good_and_nothing_is_counted_twice(
     assert found.decision is not None
     assert landscapes()[name].regret(setting_of(found.decision)) <= missed(name) + PLATEAU
     assert len({record.number for record in records}) == len(records)
-    counted = [record for record in ranking.counted(found.ledger.records) if record.round is not None]
+    counted = [record for record in ranking.without_lost_rounds(found.ledger.records) if record.round is not None]
     runs = Counter((r.round, r.candidate, r.purpose, tuple(r.environment)) for r in counted)
     assert set(runs.values()) <= {1}
     slots = {number: {r.slot for r in counted if r.round == number} for number in {r.round for r in counted}}
@@ -97,7 +97,7 @@ def test_a_round_whose_slot_goes_is_run_anew_and_whole_elsewhere() -> None:
     assert lost_on != slot
     settings = {without.records[number][1].candidate for number in rounds}
     assert {setting for name, setting in first if name == slot} == settings
-    counted = [r for r in ranking.counted(found.ledger.records) if r.round is not None]
+    counted = [r for r in ranking.without_lost_rounds(found.ledger.records) if r.round is not None]
     per_round = Counter(r.round for r in counted)
     assert len(per_round) >= MIN_ROUNDS
     assert min(per_round.values()) >= 2, "baseline and winner"
@@ -128,7 +128,7 @@ class Scripted(Timed):
 def test_a_job_is_run_once_more_and_the_second_time_that_is_its_failure() -> None:
     searched = ScriptedSearch(SPACE, answer)
     backend = Scripted(searched, {16: 1, 32: 2})
-    list(run([Listed(searched, *(candidate("fp32", n) for n in (8, 16, 32)))], runner_of(searched, backend)))
+    list(run_stages([Listed(searched, *(candidate("fp32", n) for n in (8, 16, 32)))], runner_of(searched, backend)))
     assert sorted(backend.began) == [8, 16, 16, 32, 32]
     outcomes = {r.candidate.batch_size: r.outcome for r in searched.records}
     assert isinstance(outcomes[8], Measurement)
@@ -150,5 +150,9 @@ def test_a_slot_that_comes_is_used_at_once() -> None:
                 backend.slots = tuple(SLOTS[:2])
             return super().next(*asked)
 
-    list(run([Growing(searched, BASELINE, *(candidate("fp32", n) for n in (8, 16)))], runner_of(searched, backend)))
+    list(
+        run_stages(
+            [Growing(searched, BASELINE, *(candidate("fp32", n) for n in (8, 16)))], runner_of(searched, backend)
+        )
+    )
     assert [record.slot for record in searched.records] == [SLOTS[0].name, *(slot.name for slot in SLOTS[:2])]

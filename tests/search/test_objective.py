@@ -139,7 +139,7 @@ def test_a_confirmation_overturns_what_turned_out_slower_than_the_baseline() -> 
 
 
 def test_energy_that_nobody_measured_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="what the device draws"):
+    with pytest.raises(InvalidRequestError, match="measured the device's energy"):
         decided(Log().add(FP32, 100.0), objective="energy")
 
 

@@ -39,9 +39,13 @@ def searched(
 def test_nothing_is_kept_back_before_the_precisions_were_compared() -> None:
     search = searched()
     planner = search.planner
-    assert planner.to_explore(search.ledger) == search.budget.left()
+    assert planner.exploration_seconds(search.ledger) == search.budget.left()
     search.measure(FP32, BF16)
-    assert planner.to_explore(search.ledger) < planner.before_confirmation(search.ledger) < search.budget.left()
+    assert (
+        planner.exploration_seconds(search.ledger)
+        < planner.seconds_before_confirmation(search.ledger)
+        < search.budget.left()
+    )
 
 
 @pytest.mark.parametrize(("device", "starts_per_round"), [("cuda:0", 1), ("cpu", 2)])
@@ -96,7 +100,7 @@ def test_what_runs_of_a_command_have_measured_is_confirmed_already() -> None:
     rest = Planner(search.job_defaults, search.budget).confirmation_seconds(search.ledger)
     search.job_defaults = replace(search.job_defaults, are_trials_fresh=False)
     search.ledger.records = tuple(replace(r, round=None) for r in search.ledger.records)
-    search.ledger._forget()
+    search.ledger._clear_derived_values()
     assert rest == pytest.approx(2 / 3 * search.planner.confirmation_seconds(search.ledger), rel=0.3)
 
 
@@ -120,7 +124,7 @@ def test_a_failure_has_ended_the_process_that_was_kept() -> None:
     search.backend._answer = lambda _: Failure(kind="crash", message="it was killed")
     search.measure(BF16)
     assert search.planner.waiting_seconds(search.ledger) == pytest.approx(10.0)
-    assert not search.planner.may_try(search.ledger, 9.0)
+    assert not search.planner.has_time_for_trial(search.ledger, 9.0)
 
 
 def test_a_larger_batch_gets_as_much_more_time_for_its_first_step() -> None:
@@ -149,9 +153,9 @@ def test_no_more_is_tried_than_the_user_allows_whatever_it_is_for() -> None:
     search = searched()
     search.job_defaults = replace(search.job_defaults, max_trials=2)
     search.measure(FP32)
-    assert search.planner.may_try(search.ledger, 100.0)
+    assert search.planner.has_time_for_trial(search.ledger, 100.0)
     search.measure(BF16)
-    assert not search.planner.may_try(search.ledger, 100.0)
+    assert not search.planner.has_time_for_trial(search.ledger, 100.0)
 
 
 def test_a_check_may_take_some_times_what_it_is_foreseen_to_and_half_of_what_is_left() -> None:

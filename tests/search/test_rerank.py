@@ -17,12 +17,12 @@ from autotune_amp.core.outcome import Calibration, CheckOutcome, Outcome
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.answer.decide import cost_of_training, ranked_again, recommend, rerank
+from autotune_amp.search.answer.decide import cost_of_training, recommend, rerank, rerank_with_options
 from autotune_amp.search.loss_scales import scales_of
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.space import build_space
-from autotune_amp.search.storage.cache import cached_answer
+from autotune_amp.search.storage.cache import cached_recommendation
 from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.trial.jobs import Check, Trial
 
@@ -156,19 +156,19 @@ def test_without_its_records_nothing_is_ranked(finished: tuple[Recommendation, S
 def test_show_keeps_what_it_is_not_told(finished: tuple[Recommendation, StudyFolder]) -> None:
     found, folder = finished
     before = folder.recommendation_path.read_bytes()
-    memory = ranked_again(found, folder.recommendation_path, "memory", 100, None, None)
-    priced = ranked_again(memory, folder.recommendation_path, None, None, None, 3.0)
+    memory = rerank_with_options(found, folder.recommendation_path, "memory", 100, None, None)
+    priced = rerank_with_options(memory, folder.recommendation_path, None, None, None, 3.0)
     assert (priced.objective, priced.options["num_steps"]) == ("memory", 100)
     assert priced.job is not None
     assert priced.job.price == pytest.approx(3.0 * priced.job.hours)
-    by_samples = ranked_again(priced, folder.recommendation_path, None, None, 500, None)
+    by_samples = rerank_with_options(priced, folder.recommendation_path, None, None, 500, None)
     assert (by_samples.options["num_steps"], by_samples.options["num_samples"]) == (None, 500)
     assert folder.recommendation_path.read_bytes() == before
     with pytest.raises(InvalidRequestError, match="objective is 'size'"):
-        ranked_again(found, folder.recommendation_path, "size", None, None, None)
+        rerank_with_options(found, folder.recommendation_path, "size", None, None, None)
     stopped = msgspec.structs.replace(found, search=msgspec.structs.replace(found.search, was_interrupted=True))
     with pytest.raises(InvalidRequestError, match="interrupted"):
-        ranked_again(stopped, folder.recommendation_path, "memory", None, None, None)
+        rerank_with_options(stopped, folder.recommendation_path, "memory", None, None, None)
 
 
 def test_a_cached_answer_is_ranked_again_only_where_another_is_asked_for(
@@ -179,18 +179,18 @@ def test_a_cached_answer_is_ranked_again_only_where_another_is_asked_for(
     progress = Progress()
     progress.note = notes.append  # type: ignore[assignment,method-assign]
     try:
-        assert cached_answer(found, OPTIONS, folder, progress, found.fingerprint) is found
+        assert cached_recommendation(found, OPTIONS, folder, progress, found.fingerprint) is found
         assert notes == []
-        again = cached_answer(found, asked(objective="memory"), folder, progress, found.fingerprint)
+        again = cached_recommendation(found, asked(objective="memory"), folder, progress, found.fingerprint)
         assert again is not None
         assert again.objective == "memory"
         assert Recommendation.load(folder.recommendation_path).to_json() == again.to_json()
-        assert "nothing was run" in notes[0]
+        assert "no trial was run" in notes[0]
     finally:
         folder.save(found)
     stopped = msgspec.structs.replace(found, search=msgspec.structs.replace(found.search, was_interrupted=True))
-    assert cached_answer(stopped, asked(objective="memory"), folder, progress, found.fingerprint) is None
-    assert cached_answer(found, OPTIONS, folder, progress, Fingerprint(digest="other", parts={})) is None
+    assert cached_recommendation(stopped, asked(objective="memory"), folder, progress, found.fingerprint) is None
+    assert cached_recommendation(found, OPTIONS, folder, progress, Fingerprint(digest="other", parts={})) is None
 
 
 def test_a_plain_cached_answer_imports_nothing_for_it() -> None:

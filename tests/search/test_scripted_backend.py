@@ -43,7 +43,7 @@ class Smallest:
         smallest = min(untried, key=lambda c: c.batch_size, default=None)
         if smallest is None or ledger.failures:
             return None
-        return planner.trial(ledger, smallest, planner.to_explore(ledger))
+        return planner.trial(ledger, smallest, planner.exploration_seconds(ledger))
 
 
 def test_what_a_stage_of_ones_own_measures_is_decided_on() -> None:

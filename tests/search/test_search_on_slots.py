@@ -20,9 +20,9 @@ from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.ranking import PLATEAU
-from autotune_amp.search.run import Runner, Watchers, run
+from autotune_amp.search.run import Runner, Watchers, run_stages
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.explore import exploring
+from autotune_amp.search.stages.explore import exploration_stages
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
 
@@ -106,8 +106,8 @@ def test_of_a_round_on_several_slots_the_one_with_the_most_runs_counts() -> None
     lost = [record(s, "confirm", 90.0, round=0, slot="a") for s in (WINNER, BASELINE)]
     whole = [record(s, "confirm", 100.0, round=0, slot="b") for s in (BASELINE, WINNER)]
     next_round = [record(BASELINE, "confirm", 100.0, round=1, slot="b")]
-    assert ranking.counted([*lost, *whole, *next_round]) == [*whole, *next_round]
-    assert ranking.counted([*lost, *whole[:1]]) == lost
+    assert ranking.without_lost_rounds([*lost, *whole, *next_round]) == [*whole, *next_round]
+    assert ranking.without_lost_rounds([*lost, *whole[:1]]) == lost
 
 
 # -- one slot after the other ------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_no_more_trials_than_asked_for(max_trials: int) -> None:
     searched = ScriptedSearch(SPACE, answer)
     with Study.open("sqlite://", "slots", searched.ledger) as study:
         searched.job_defaults = replace(searched.job_defaults, max_trials=max_trials)
-        for _ in run(exploring(study), on_slots(searched, 4)):
+        for _ in run_stages(exploration_stages(study), on_slots(searched, 4)):
             pass
     assert sum(r.purpose == "search" for r in searched.records) == max_trials
 
@@ -139,7 +139,7 @@ def test_no_more_trials_than_asked_for(max_trials: int) -> None:
 def test_the_study_knows_every_trial_and_its_slot() -> None:
     searched = ScriptedSearch(SPACE, answer)
     with Study.open("sqlite://", "slots", searched.ledger) as study:
-        for _ in run(exploring(study), on_slots(searched, 4)):
+        for _ in run_stages(exploration_stages(study), on_slots(searched, 4)):
             pass
         study.catch_up(searched.ledger, is_over=True)
         told = {t.user_attrs["record"]: t.user_attrs["slot"] for t in study._study.trials}
@@ -176,7 +176,7 @@ def test_an_exclusive_stage_has_one_job_at_a_time_once_nothing_else_runs() -> No
         Exclusive(searched, candidate("bf16", 8), candidate("bf16", 64)),
     )
     runner = on_slots(searched, 4, Timed(searched, lambda trial, _: measured(trial, 100.0)))
-    list(run(stages, runner))
+    list(run_stages(stages, runner))
     by_setting = {str(r.candidate): r.num_beside for r in searched.records}
     assert by_setting["fp32 batch 8"] == by_setting["fp32 batch 16"] > 0
     assert by_setting["bf16 batch 8"] == by_setting["bf16 batch 64"] == 0
@@ -200,7 +200,7 @@ class Timed(SlotBackends):
 def test_what_lacks_the_memory_of_its_card_is_out_of_memory() -> None:
     searched = ScriptedSearch(SPACE, answer)
     backend = Timed(searched, lambda *_: out_of_memory())
-    list(run([Listed(searched, BASELINE, candidate("fp32", 64))], on_slots(searched, 4, backend)))
+    list(run_stages([Listed(searched, BASELINE, candidate("fp32", 64))], on_slots(searched, 4, backend)))
     assert [isinstance(r.outcome, Failure) for r in searched.records] == [True, True]
 
 

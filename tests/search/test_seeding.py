@@ -19,7 +19,7 @@ from autotune_amp.core.intervals import fit_memory
 from autotune_amp.core.outcome import Failure, FailureKind, Outcome
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.space import Space, excluded_by_outcomes, without
+from autotune_amp.search.space import Space, excluded_by_outcomes, without_excluded
 from autotune_amp.search.stages.explore import next_seed, untried_settings
 
 SIZES = (4, 8, 16, 32, 64, 128, 256, 512)
@@ -48,7 +48,7 @@ def run(
     outcomes: dict[Setting, Outcome] = {}
     while (seed := next_seed(device, found, outcomes, limit)) is not None:
         assert seed not in outcomes
-        assert seed in (found.baseline, *without(found.candidates, excluded_by_outcomes(found, outcomes)))
+        assert seed in (found.baseline, *without_excluded(found.candidates, excluded_by_outcomes(found, outcomes)))
         outcomes[seed] = measure(seed)
     return outcomes
 
@@ -117,7 +117,7 @@ def test_what_runs_at_no_size_gets_one_try_and_smaller_ones_where_memory_was_sho
 def test_what_was_best_for_the_same_code_is_tried_after_today_s(like: Setting, expected: Setting) -> None:
     baseline, too_large = at("fp32", 32), at("fp16", 512)
     outcomes: dict[Setting, Outcome] = {baseline: measured(100.0), too_large: failed()}
-    assert next_seed(hardware(), space(), {}, None, like=like) == baseline
+    assert next_seed(hardware(), space(), {}, None, similar_best=like) == baseline
     if like.precision != "fp16":
         del outcomes[too_large]
-    assert next_seed(hardware(), space(), outcomes, None, like=like) == expected
+    assert next_seed(hardware(), space(), outcomes, None, similar_best=like) == expected

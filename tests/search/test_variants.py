@@ -20,7 +20,7 @@ from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.variants import Variants
-from autotune_amp.search.variants import rows, why_not_worth
+from autotune_amp.search.variants import reason_not_to_try, variant_rows
 from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
 
@@ -118,7 +118,7 @@ def searched(
     assert search.ledger.shortlist is not None
     winner = search.ledger.shortlist.winner
     tried = [r.candidate for r in search.ledger.trials if r.candidate.active_variants]
-    found = {(row.name, row.value): row for row in rows(search.ledger, winner, is_budget_spent=is_budget_spent)}
+    found = {(row.name, row.value): row for row in variant_rows(search.ledger, winner, is_budget_spent=is_budget_spent)}
     return tried, found, winner
 
 
@@ -422,4 +422,6 @@ def test_where_launches_bound_the_step_cuda_graphs_are_tried_at_once(is_bound: b
         for number, (size, step_seconds) in enumerate(sizes.items())
     ]
     ledger = Ledger(space, records, num_steps=100_000)
-    assert [mode for mode in ("default", "reduce-overhead") if why_not_worth(ledger, COMPILE, mode) is None] == modes
+    assert [
+        mode for mode in ("default", "reduce-overhead") if reason_not_to_try(ledger, COMPILE, mode) is None
+    ] == modes

@@ -113,7 +113,7 @@ def test_checks_that_never_end_leave_the_search_its_time(tmp_path: Path) -> None
     search.explore(is_checked=True)
     purposes = [r.purpose for r in search.records]
     assert purposes[purposes.index("fidelity") :].count("search") >= 2
-    assert search.planner.before_confirmation(search.ledger) > 0
+    assert search.planner.seconds_before_confirmation(search.ledger) > 0
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

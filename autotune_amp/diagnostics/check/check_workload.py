@@ -14,7 +14,7 @@ from autotune_amp.search.options import is_count
 from autotune_amp.search.planner import Budget
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
-from autotune_amp.search.source import Source, loaded, message_of
+from autotune_amp.search.source import Source, failure_message, loaded_backend
 
 DEADLINE_SECONDS = 600.0  # for loading the workload, and for each job; far above the time that any step needs
 

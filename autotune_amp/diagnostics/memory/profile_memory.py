@@ -39,7 +39,7 @@ from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.planner import Budget
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
-from autotune_amp.search.source import OpenedWorkload, Source, loaded, message_of, open_workload
+from autotune_amp.search.source import OpenedWorkload, Source, failure_message, loaded_backend, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE
 from autotune_amp.trial.jobs import Trial
 

@@ -1,1 +1,1 @@
-"""Answer of a search, made from its records: the choice, its evidence, and the sentences that explain it."""
+"""Recommendation of a search from its records: the chosen setting, its evidence, and the sentences that explain it."""

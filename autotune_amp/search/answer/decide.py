@@ -1,8 +1,8 @@
-"""Decision: from records to the choice and its evidence. Pure: a finished outcomes.jsonl can be ranked again anywhere.
+"""Decision: the recommended setting and its evidence, from the records of a search.
 
-The choice is the first setting of `ranking.rank_for` that surely gains 3 % over the baseline; without one, the baseline
-is kept. fp16 counts only the share of the gradient that reaches the optimizer. Numbers are medians over processes, with
-intervals.
+It is the first setting of `ranking.rank_for` that gains at least 3 % over the baseline and whose interval lies above 1;
+without one, the baseline is kept. For fp16, only samples of steps that the loss scaler does not skip count. Numbers are
+medians over processes, with intervals. A finished outcomes.jsonl can be ranked again on any machine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from autotune_amp.hardware import machine_load
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking, variants
 from autotune_amp.search.answer import explain
-from autotune_amp.search.gains import gain_interval, other_processes, speedup
+from autotune_amp.search.gains import gain_interval, other_process_speeds, speedup
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
 from autotune_amp.search.options import RANKING, SearchOptions
 from autotune_amp.search.ranking import PLATEAU, SettingRuns, best_runs, confirm_runs, data_share
@@ -48,10 +48,10 @@ from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
 from autotune_amp.trial.memory import recommended_environment
 
-# Ratio of the speeds in the search's trials and in the confirmation beyond which the machine must have changed. On
-# machines left alone it was 0.72 to 1.31 (forty searches of studies/truth, real_training and peers).
+# Ratio of the speeds in the search's trials and in the confirmation beyond which the machine must have changed. Without
+# other load it was 0.72 to 1.31 (forty searches of studies/truth, real_training and peers).
 DRIFT = 1.5
-# A study may be moved to another place, and the URL of a storage may hold a password.
+# Options that are not saved: a study folder may be moved, and the URL of a storage may contain a password.
 _OPTIONS_NOT_KEPT = ("study", "out", "storage")
 _SECONDS_PER_HOUR = 3600
 
@@ -63,19 +63,19 @@ def decide(
     search: SearchSummary | None = None,
     description: Description | None = None,
 ) -> Decision:
-    """Return the choice with its evidence, from the records of a search and of its confirmation.
+    """Return the recommended setting with its evidence, from the records of a search and of its confirmation.
 
-    The choice is never slower than the baseline, unless that failed; fidelity problems of the baseline are warnings.
-    The contenders were confirmed in the recommended `environment`, the baseline in the user's own, which records keep
-    as an empty one. `search` tells how the search ended. If the confirmation was for another objective, the choice
-    rests on the search's own trials and is unconfirmed. Raises `ValueError` if no setting may be recommended,
+    It is never slower than the baseline, unless that failed; fidelity problems of the baseline are warnings. The
+    contenders were confirmed in the recommended `environment`, the baseline in the user's own, recorded as an empty
+    one. `search` holds how the search ended. If the confirmation was for another objective, the search's own trials
+    decide and the recommendation is unconfirmed. Raises `ValueError` if no setting may be recommended,
     `InvalidRequestError` if the energy that the objective needs was not measured.
     """
     records, space, objective = ledger.records, ledger.space, ledger.objective
     contenders = ranking.contenders(ledger.merits, ledger.tiers, space.baseline)
     baseline = best_runs(records, space.baseline, {})
-    today = ranking.merit(baseline.measurements) if baseline.measurements else None
-    held = baseline
+    baseline_merit = ranking.merit(baseline.measurements) if baseline.measurements else None
+    compared_baseline = baseline
     if _was_confirmed(ledger, environment):
         confirmed = {
             c: ranking.merit(runs.measurements, ledger.applied_share(c))
@@ -84,76 +84,91 @@ def decide(
         }
         contenders = confirmed or contenders
     else:
-        today = ledger.measured.get(space.baseline, today)  # trials are compared with trials only
+        # Trials are compared with trials only.
+        baseline_merit = ledger.measured_merits.get(space.baseline, baseline_merit)
         searched = best_runs(_before_confirmation(records), space.baseline, {})
-        held = searched if searched.measurements else baseline
+        compared_baseline = searched if searched.measurements else baseline
     if objective == "energy" and all(m.joules_per_sample is None for m in ledger.merits.values()):
         raise InvalidRequestError(
-            "--objective is 'energy', but no trial of this search has read what the device draws.",
-            "Search with --objective energy --fresh: that says what is missing, and measures long enough.",
+            "--objective is 'energy', but no trial of this search measured the device's energy.",
+            "Search with --objective energy --fresh, which measures it or says why it cannot.",
         )
-    least_speed = ranking.least_speed(objective, today)
+    least_speed = ranking.least_speed(objective, baseline_merit)
     ranked = ranking.rank_for(objective, contenders, least_speed=least_speed, tiers=ledger.tiers)
-    worth = [c for c in ranked if today is None or ranking.is_worth_a_change(objective, contenders[c], today)]
-    gains = {c: gain_interval(ledger, best_runs(records, c, environment), held) for c in worth}
-    candidate = next((c for c in worth if today is None or objective != "speed" or gains[c][0] > 1), None)
+    improvements = [
+        c
+        for c in ranked
+        if baseline_merit is None or ranking.is_worth_a_change(objective, contenders[c], baseline_merit)
+    ]
+    gains = {c: gain_interval(ledger, best_runs(records, c, environment), compared_baseline) for c in improvements}
+    candidate = next(
+        (c for c in improvements if baseline_merit is None or objective != "speed" or gains[c][0] > 1), None
+    )
     is_kept = candidate is None
-    promised = {} if is_kept else dict(environment)
-    chosen = baseline if candidate is None else best_runs(records, candidate, promised)
-    evidence = gather(ledger, chosen, baseline if is_kept else held, promised, description)
+    chosen_environment = {} if is_kept else dict(environment)
+    chosen_runs = baseline if candidate is None else best_runs(records, candidate, chosen_environment)
+    evidence = gather_evidence(
+        ledger, chosen_runs, baseline if is_kept else compared_baseline, chosen_environment, description
+    )
     harmful = {e.precision for e in ranking.exclusions(ledger.fidelity)}
-    plans = fallback_plans(records, chosen.candidate, harmful, may_add_steps=ledger.may_add_accumulation)
-    loss_scale = ledger.loss_scale(chosen.candidate)
-    config = AmpConfig.of(chosen.candidate, loss_scale=loss_scale, environment=promised, fallback=plans)
+    plans = fallback_plans(records, chosen_runs.candidate, harmful, is_splitting_allowed=ledger.is_accumulation_allowed)
+    loss_scale = ledger.loss_scale(chosen_runs.candidate)
+    config = AmpConfig.of(chosen_runs.candidate, loss_scale=loss_scale, environment=chosen_environment, fallback=plans)
     is_budget_spent = search is not None and search.is_budget_spent
-    excluded = explain.excluded(ledger, is_budget_spent=is_budget_spent)
-    why_uncalibrated = loss_scales.why_uncalibrated(ledger.scales, chosen.candidate)
-    unsure = next(((c, *gains[c]) for c in worth), None) if is_kept else None
-    warnings, notes = explain.doubts(ledger, chosen, evidence, config, why_uncalibrated, description, search)
+    excluded = explain.excluded_candidates(ledger, is_budget_spent=is_budget_spent)
+    why_uncalibrated = loss_scales.why_uncalibrated(ledger.scales, chosen_runs.candidate)
+    unsure = next(((c, *gains[c]) for c in improvements), None) if is_kept else None
+    warnings, notes = explain.warnings_and_notes(
+        ledger, chosen_runs, evidence, config, why_uncalibrated, description, search
+    )
     if search is not None:
         warnings, notes = [*warnings, *search.warnings], [*notes, *search.files, *search.notes]
     warnings = list(dict.fromkeys(warnings))
     return Decision(
         config=config,
         evidence=evidence,
-        reason=explain.reason(ledger, chosen.candidate, evidence, contenders, today, unsure, search, is_kept=is_kept),
+        reason=explain.reason(
+            ledger, chosen_runs.candidate, evidence, contenders, baseline_merit, unsure, search, is_kept=is_kept
+        ),
         warnings=tuple(warnings[:MAX_WARNINGS]),
         excluded=excluded,
-        candidates=explain.rows(ledger, excluded, environment),
+        candidates=explain.candidate_rows(ledger, excluded, environment),
         fidelity=tuple(ledger.fidelity.values()),
-        variants=variants.rows(ledger, Setting.of(config), is_budget_spent=is_budget_spent),
+        variants=variants.variant_rows(ledger, Setting.of(config), is_budget_spent=is_budget_spent),
         outlook=_outlook(ledger, evidence),
         notes=tuple(dict.fromkeys((*warnings[MAX_WARNINGS:], *notes))),
     )
 
 
 def _outlook(ledger: Ledger, evidence: Evidence) -> LargerBatchOption | None:
-    """Return the fastest setting with another effective batch size; None unless it beats the recommendation by 3 %."""
-    found = [(r.outcome, r.candidate) for r in ledger.records if r.purpose == "outlook"]
-    measured = [(o.samples_per_second, c, o) for o, c in found if isinstance(o, Measurement)]
+    """Return the fastest larger effective batch size; None unless it is 3 % faster than the recommendation."""
+    outcomes = [(r.outcome, r.candidate) for r in ledger.records if r.purpose == "outlook"]
+    measured = [(o.samples_per_second, c, o) for o, c in outcomes if isinstance(o, Measurement)]
     if not measured or ledger.objective != "speed":
         return None
-    speed, setting, outcome = max(measured, key=lambda one: one[0])
+    speed, setting, outcome = max(measured, key=lambda row: row[0])
     if speed < (1 + PLATEAU) * evidence.samples_per_second:
         return None
-    todays = evidence.baseline.samples_per_second
+    baseline_speed = evidence.baseline.samples_per_second
     return LargerBatchOption.of(
         setting,
         samples_per_second=speed,
         peak_memory_bytes=outcome.peak_memory_bytes,
-        speedup=None if todays is None or is_wide(evidence.samples_per_second_interval) else speed / todays,
+        speedup=None
+        if baseline_speed is None or is_wide(evidence.samples_per_second_interval)
+        else speed / baseline_speed,
     )
 
 
 def _was_confirmed(ledger: Ledger, environment: Mapping[str, str]) -> bool:
-    """Whether the confirmation measured the winner for the ledger's objective, rather than for another one."""
-    chosen = ledger.with_only(_before_confirmation(ledger.records)).final_shortlist
-    if chosen is None:
+    """Whether the confirmation measured the winner for the ledger's objective rather than for another."""
+    shortlist = ledger.with_only(_before_confirmation(ledger.records)).final_shortlist
+    if shortlist is None:
         return False
-    environments = [environment, {}] if chosen.winner == chosen.baseline else [environment]
+    environments = [environment, {}] if shortlist.winner == shortlist.baseline else [environment]
     return any(
-        r.purpose == "confirm" and r.candidate == chosen.winner and r.environment in environments
-        for r in ranking.counted(ledger.records)
+        r.purpose == "confirm" and r.candidate == shortlist.winner and r.environment in environments
+        for r in ranking.without_lost_rounds(ledger.records)
     )
 
 
@@ -161,52 +176,54 @@ def _before_confirmation(records: Iterable[Record]) -> list[Record]:
     return [r for r in records if r.purpose not in ("confirm", "plain")]
 
 
-def gather(
+def gather_evidence(
     ledger: Ledger,
-    chosen: SettingRuns,
+    chosen_runs: SettingRuns,
     baseline: SettingRuns,
     environment: Mapping[str, str],
     description: Description | None = None,
 ) -> Evidence:
-    """Return the evidence for `chosen`, measured in `environment`, over `baseline`, measured in the user's own."""
-    records, candidate = ranking.counted(ledger.records), chosen.candidate
-    with_its_scale = [
+    """Return the evidence for `chosen_runs`, measured in `environment`, against `baseline`, in the user's own."""
+    records, candidate = ranking.without_lost_rounds(ledger.records), chosen_runs.candidate
+    confirming = [
         r.outcome
         for r in records
         if isinstance(r.outcome, Measurement)
         and (r.purpose, r.candidate, r.environment) == ("confirm", candidate, environment)
         and r.loss_scale in (None, ledger.loss_scale(candidate))
     ]
-    ratio, ratio_interval = speedup(chosen, baseline, records)
-    processes = [runs.num_confirming for runs in (chosen, baseline) if runs.measurements]
-    low, high = _promise(chosen, records)
-    drifted = _drifted(chosen, records)
-    are_shared = chosen.num_confirming > 0 and ranking.were_processes_shared(records)
+    speedup_ratio, ratio_interval = speedup(chosen_runs, baseline, records)
+    processes = [runs.num_confirming for runs in (chosen_runs, baseline) if runs.measurements]
+    low, high = _prediction_interval(chosen_runs, records)
+    search_speed = _drifted_search_speed(chosen_runs, records)
+    are_shared = chosen_runs.num_confirming > 0 and ranking.were_processes_shared(records)
     return Evidence(
-        samples_per_second=chosen.speed,
-        samples_per_second_interval=(low, high) if drifted is None else (min(low, drifted), max(high, drifted)),
-        search_samples_per_second=drifted,
-        step_seconds=median(m.step_seconds for m in chosen.measurements),
-        peak_memory_bytes=max(m.peak_memory_bytes for m in chosen.measurements),
+        samples_per_second=chosen_runs.speed,
+        samples_per_second_interval=(low, high)
+        if search_speed is None
+        else (min(low, search_speed), max(high, search_speed)),
+        search_samples_per_second=search_speed,
+        step_seconds=median(m.step_seconds for m in chosen_runs.measurements),
+        peak_memory_bytes=max(m.peak_memory_bytes for m in chosen_runs.measurements),
         baseline=_baseline_evidence(baseline, records),
-        speedup=ratio,
+        speedup=speedup_ratio,
         speedup_interval=ratio_interval,
-        num_processes=len(chosen.measurements),
+        num_processes=len(chosen_runs.measurements),
         is_confirmed=min(processes) >= MIN_PROCESSES,
-        data_share=median(map(data_share, chosen.measurements)),
-        update_share=_median(m.update_seconds and m.update_seconds / m.step_seconds for m in chosen.measurements),
+        data_share=median(map(data_share, chosen_runs.measurements)),
+        update_share=_median(m.update_seconds and m.update_seconds / m.step_seconds for m in chosen_runs.measurements),
         plain_environment=_plain_environment(records, candidate, baseline) if environment else None,
         fidelity=ledger.verdict(candidate),
-        loss_scale=loss_scales.evidence(ledger.scales, candidate, with_its_scale),
-        is_build_shared=not are_shared and any(m.is_build_shared for m in chosen.measurements),
+        loss_scale=loss_scales.evidence(ledger.scales, candidate, confirming),
+        is_build_shared=not are_shared and any(m.is_build_shared for m in chosen_runs.measurements),
         are_processes_shared=are_shared,
-        joules_per_sample=ranking.joules_per_sample(chosen.measurements),
-        loader=loader_evidence(records, chosen, description),
-        memory=memory_evidence(chosen, description),
-        evaluation_seconds=_median(m.evaluation_seconds for m in chosen.measurements),
-        checkpoint_seconds=_median(m.checkpoint_seconds for m in chosen.measurements),
+        joules_per_sample=ranking.joules_per_sample(chosen_runs.measurements),
+        loader=loader_evidence(records, chosen_runs, description),
+        memory=memory_evidence(chosen_runs, description),
+        evaluation_seconds=_median(m.evaluation_seconds for m in chosen_runs.measurements),
+        checkpoint_seconds=_median(m.checkpoint_seconds for m in chosen_runs.measurements),
         accumulation=ledger.accumulation,
-        load=machine_load.evidence(chosen.loads),
+        load=machine_load.evidence(chosen_runs.loads),
         devices=_devices(ledger.records),
         ranks=_ranks_evidence(records, description),
     )
@@ -219,48 +236,49 @@ def _devices(records: Sequence[Record]) -> tuple[str, ...]:
 
 
 def _ranks_evidence(records: Sequence[Record], description: Description | None) -> RanksEvidence | None:
-    """Return the evidence on how throughput scales with the ranks; None if the search trains each trial on one rank."""
+    """Return the evidence on how throughput scales with the number of ranks; None if each trial uses one rank."""
     if description is None or not description.is_ranked:
         return None
-    num_ranks, alone = description.num_ranks, next((r for r in records if r.purpose == "one_rank"), None)
-    if alone is None or not isinstance(alone.outcome, Measurement):
+    num_ranks, one_rank_record = description.num_ranks, next((r for r in records if r.purpose == "one_rank"), None)
+    if one_rank_record is None or not isinstance(one_rank_record.outcome, Measurement):
         return RanksEvidence(num_ranks=num_ranks)
-    one, together = alone.outcome.samples_per_second, best_runs(records, alone.candidate, alone.environment).speed
+    one_rank_speed, all_ranks_speed = (
+        one_rank_record.outcome.samples_per_second,
+        best_runs(records, one_rank_record.candidate, one_rank_record.environment).speed,
+    )
     return RanksEvidence(
         num_ranks=num_ranks,
-        setting=str(alone.candidate),
-        one_rank_samples_per_second=one,
-        efficiency=together / (num_ranks * one),
+        setting=str(one_rank_record.candidate),
+        one_rank_samples_per_second=one_rank_speed,
+        efficiency=all_ranks_speed / (num_ranks * one_rank_speed),
     )
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return median(known) if known else None
+    numbers = [v for v in values if v is not None]
+    return median(numbers) if numbers else None
 
 
-def _promise(runs: SettingRuns, records: Sequence[Record]) -> tuple[float, float]:
-    """Return the prediction interval of samples per second, widened to include the median and the effect of load from
-    other processes."""
-    low, high = prediction_interval(runs.speeds, other_processes(records, runs))
+def _prediction_interval(runs: SettingRuns, records: Sequence[Record]) -> tuple[float, float]:
+    """Return the prediction interval of samples per second, widened for the load by other processes."""
+    low, high = prediction_interval(runs.speeds, other_process_speeds(records, runs))
     low_factor, high_factor = machine_load.interval_factors(runs.loads)
     return low_factor * min(low, runs.speed), high_factor * max(high, runs.speed)
 
 
-def _drifted(runs: SettingRuns, records: Sequence[Record]) -> float | None:
-    """Return the median samples per second of the search's trials if the confirmation differs from it by more than
-    `DRIFT`, else None.
+def _drifted_search_speed(runs: SettingRuns, records: Sequence[Record]) -> float | None:
+    """Return the samples per second of the search's trials if the confirmation differs by more than `DRIFT`, else None.
 
     Also None if the confirmation ran a Trainer's own loop, which is expected to be slower than trials.
     """
     if any(m.is_own_loop for m in runs.measurements):
         return None
-    found = [r.outcome for r in records if r.candidate == runs.candidate and r.purpose == "search"]
-    measured = [o for o in found if isinstance(o, Measurement) and o.num_steps >= NUM_STEPS_BEFORE_CUT]
+    outcomes = [r.outcome for r in records if r.candidate == runs.candidate and r.purpose == "search"]
+    measured = [o for o in outcomes if isinstance(o, Measurement) and o.num_steps >= NUM_STEPS_BEFORE_CUT]
     if not measured or not runs.num_confirming:
         return None
-    searched = median(o.samples_per_second for o in measured)
-    return None if 1 / DRIFT <= searched / runs.speed <= DRIFT else searched
+    search_speed = median(o.samples_per_second for o in measured)
+    return None if 1 / DRIFT <= search_speed / runs.speed <= DRIFT else search_speed
 
 
 def _baseline_evidence(runs: SettingRuns, records: Sequence[Record]) -> BaselineEvidence:
@@ -270,7 +288,7 @@ def _baseline_evidence(runs: SettingRuns, records: Sequence[Record]) -> Baseline
     return BaselineEvidence(
         config=AmpConfig.of(runs.candidate, loss_scale=LOSS_SCALE if takes_scaler else None),
         samples_per_second=runs.speed if measured else None,
-        samples_per_second_interval=_promise(runs, records) if measured else None,
+        samples_per_second_interval=_prediction_interval(runs, records) if measured else None,
         step_seconds=_median(m.step_seconds for m in measured),
         peak_memory_bytes=max((m.peak_memory_bytes for m in measured), default=None),
         reason=None if measured else reason,
@@ -278,16 +296,16 @@ def _baseline_evidence(runs: SettingRuns, records: Sequence[Record]) -> Baseline
 
 
 def _plain_environment(records: Sequence[Record], candidate: Setting, baseline: SettingRuns) -> PlainEnvironment | None:
-    """Return the evidence from plain runs of the choice, without the recommended variables; None if there were none.
+    """Return the evidence from runs of the candidate without the recommended variables; None if there were none.
 
-    Both of its numbers are None if the plain runs failed.
+    Both of its numbers are None if these runs failed.
     """
     if candidate == baseline.candidate and baseline.num_confirming:  # the baseline always runs without variables
         return PlainEnvironment(samples_per_second=baseline.speed, speedup=1.0)
-    ours = [r.outcome for r in records if r.candidate == candidate and r.purpose == "plain"]
-    if not ours:
+    outcomes = [r.outcome for r in records if r.candidate == candidate and r.purpose == "plain"]
+    if not outcomes:
         return None
-    speed = _median(o.samples_per_second if isinstance(o, Measurement) else None for o in ours)
+    speed = _median(o.samples_per_second if isinstance(o, Measurement) else None for o in outcomes)
     return PlainEnvironment(
         samples_per_second=speed,
         speedup=speed / baseline.speed if speed is not None and baseline.measurements else None,
@@ -295,14 +313,17 @@ def _plain_environment(records: Sequence[Record], candidate: Setting, baseline: 
 
 
 def loader_evidence(
-    records: Sequence[Record], chosen: SettingRuns, description: Description | None = None
+    records: Sequence[Record], runs: SettingRuns, description: Description | None = None
 ) -> LoaderEvidence | None:
-    """Return the evidence on the data loader, if it limits the speed of the choice with the user's own number of
-    workers; else None."""
-    own = chosen.candidate.with_own_workers
+    """Return the evidence on the data loader if, with the user's own workers, it limits the speed; else None."""
+    with_own_workers = runs.candidate.with_own_workers
     searched = [(r.candidate, r.outcome) for r in records if r.purpose == "search"]
-    ran = chosen.measurements if own == chosen.candidate else [outcome for c, outcome in searched if c == own]
-    measured = [m for m in ran if isinstance(m, Measurement) and not m.was_cut]
+    outcomes = (
+        runs.measurements
+        if with_own_workers == runs.candidate
+        else [outcome for c, outcome in searched if c == with_own_workers]
+    )
+    measured = [m for m in outcomes if isinstance(m, Measurement) and not m.was_cut]
     share = median(map(data_share, measured)) if measured else 0.0
     if share <= ranking.MAX_DATA_SHARE:
         return None
@@ -323,26 +344,26 @@ def loader_evidence(
     )
 
 
-def memory_evidence(chosen: SettingRuns, description: Description | None = None) -> MemoryEvidence:
-    """Return the conditions under which the peak memory of the choice was measured: batches, processes, evaluation."""
+def memory_evidence(runs: SettingRuns, description: Description | None = None) -> MemoryEvidence:
+    """Return how the peak memory was measured: on which batches and processes, and with or without evaluation."""
     sizes = None if description is None else description.sample_sizes
     worst_case = None
     if description is not None and description.has_worst_batch:
-        worst_case = "the worst batch that the workload names"
+        worst_case = "the worst batch named by the workload"
     elif sizes is not None:
-        num = min(chosen.candidate.batch_size, len(sizes.largest))
+        num = min(runs.candidate.batch_size, len(sizes.largest))
         worst_case = (
-            f"the {num:,} largest of {sizes.num_seen:,} samples looked at, of {sizes.num_samples:,}: "
+            f"the {num:,} largest of {sizes.num_seen:,} samples examined, of {sizes.num_samples:,}: "
             f"{sizes.smallest_size:,} to {sizes.largest_size:,} numbers each, median {sizes.median_size:,}"
         )
     return MemoryEvidence(
         worst_case=worst_case,
         num_seen=None if sizes is None else sizes.num_seen,
         num_samples=None if sizes is None else sizes.num_samples,
-        has_evaluation=any(m.evaluation_seconds is not None for m in chosen.measurements),
-        has_checkpoint=any(m.checkpoint_seconds is not None for m in chosen.measurements),
+        has_evaluation=any(m.evaluation_seconds is not None for m in runs.measurements),
+        has_checkpoint=any(m.checkpoint_seconds is not None for m in runs.measurements),
         processes=tuple(
-            ProcessPeak(num_steps=m.num_steps_taken, peak_memory_bytes=m.peak_memory_bytes) for m in chosen.measurements
+            ProcessPeak(num_steps=m.num_steps_taken, peak_memory_bytes=m.peak_memory_bytes) for m in runs.measurements
         ),
     )
 
@@ -356,9 +377,10 @@ def recommend(
     search: SearchSummary,
     **circumstances: Any,
 ) -> Recommendation:
-    """Return the recommendation for the length of the training run in `options`; see `decide`, which may raise.
+    """Return the recommendation, with the cost of a training run of the length in `options`.
 
-    The contenders were confirmed in `environment`. `circumstances` are further fields of the `Recommendation`.
+    The contenders were confirmed in `environment`. `circumstances` are further fields of the `Recommendation`. Raises
+    the errors of `decide`.
     """
     decision = decide(ledger, environment=environment, search=search, description=workload)
     fields = msgspec.to_builtins(options)
@@ -372,77 +394,77 @@ def recommend(
     )
 
 
-def rerank(known: Recommendation, options: SearchOptions, folder: StudyFolder) -> Recommendation:
-    """Return `known`, ranked again for the objective, length of the training run and price in `options`.
+def rerank(saved: Recommendation, options: SearchOptions, folder: StudyFolder) -> Recommendation:
+    """Return a saved recommendation, ranked again for the objective, length of the training run and price in `options`.
 
     The study's folder is only read. Raises `StudyError` if it lacks the records, and `InvalidRequestError` if the
     energy that the objective needs was not measured.
     """
-    records = folder.records(known.search.search_id) if known.search.search_id else []
-    if not records or known.workload is None:
+    records = folder.records(saved.search.search_id) if saved.search.search_id else []
+    if not records or saved.workload is None:
         raise StudyError(
-            f"{folder.path} cannot be ranked again: its outcomes.jsonl lacks the trials behind recommendation.json.",
-            "Search again with --fresh, or put the outcomes.jsonl of this search beside it.",
+            f"{folder.path} cannot be ranked again: its outcomes.jsonl lacks the trials of recommendation.json.",
+            "Search again with --fresh, or copy the outcomes.jsonl of that search into the folder.",
         )
-    before = msgspec.convert(known.options, SearchOptions)
-    asked = msgspec.structs.replace(before, **{name: getattr(options, name) for name in RANKING})
-    space = build_space(known.hardware, known.workload, asked)
-    steps = asked.horizon_steps(space.baseline.effective_batch_size * space.num_ranks)
-    ledger = Ledger(space, records, objective=asked.objective, num_steps=steps)
+    saved_options = msgspec.convert(saved.options, SearchOptions)
+    new_options = msgspec.structs.replace(saved_options, **{name: getattr(options, name) for name in RANKING})
+    space = build_space(saved.hardware, saved.workload, new_options)
+    steps = new_options.horizon_steps(space.baseline.effective_batch_size * space.num_ranks)
+    ledger = Ledger(space, records, objective=new_options.objective, num_steps=steps)
     confirming = [r for r in records if r.purpose == "confirm"]
     # The pairs of loss scale and growth interval that the search chose; other pairs that it replayed are not saved.
-    chosen = (Setting.of(known.config), known.config.loss_scale)
-    for setting, scale in [chosen, *((r.candidate, r.loss_scale) for r in confirming)]:
+    chosen_pair = (Setting.of(saved.config), saved.config.loss_scale)
+    for setting, scale in [chosen_pair, *((r.candidate, r.loss_scale) for r in confirming)]:
         if scale is not None:
             ledger.replay(setting, (scale.init_scale, scale.growth_interval))
-    # The environment of the confirmation comes first: the machine that searched may have been another one.
-    environments = filter(None, (*(r.environment for r in confirming), known.config.environment))
+    # Prefer the environment of the confirmation: the search may have run on another machine.
+    environments = filter(None, (*(r.environment for r in confirming), saved.config.environment))
     return recommend(
         ledger,
-        options=asked,
-        environment=next(environments, recommended_environment(known.hardware.device)),
-        workload=known.workload,
-        hardware=known.hardware,
-        search=known.search,
-        fingerprint=known.fingerprint,
-        versions=known.versions,
-        target=known.target,
-        command_template=known.command_template,
+        options=new_options,
+        environment=next(environments, recommended_environment(saved.hardware.device)),
+        workload=saved.workload,
+        hardware=saved.hardware,
+        search=saved.search,
+        fingerprint=saved.fingerprint,
+        versions=saved.versions,
+        target=saved.target,
+        command_template=saved.command_template,
     )
 
 
-def ranked_again(
-    known: Recommendation,
+def rerank_with_options(
+    saved: Recommendation,
     path: Path,
     objective: str | None,
     steps: int | None,
     samples: int | None,
     price_per_hour: float | None,
 ) -> Recommendation:
-    """Return `known`, which was loaded from `path`, ranked again by a user's options; None keeps the option as it was.
+    """Return a recommendation loaded from `path`, ranked again by a user's options; None keeps an option's value.
 
     Raises `InvalidRequestError` for a wrong option or a search that was interrupted, and the errors of `rerank`.
     """
-    if known.search.was_interrupted:
+    if saved.search.was_interrupted:
         raise InvalidRequestError(
-            f"{path} is the best of a search that was interrupted, which is not ranked again.",
-            "Run its `autotune-amp search` command again with these options: it goes on, and ranks by them.",
+            f"{path} is from an interrupted search, which cannot be ranked again.",
+            "Run its `autotune-amp search` command again with these options: it continues and ranks by them.",
         )
-    before = msgspec.convert(known.options, SearchOptions)
+    saved_options = msgspec.convert(saved.options, SearchOptions)
     is_length_given = steps is not None or samples is not None
     options = SearchOptions.from_user(
-        objective=before.objective if objective is None else objective,
-        steps=steps if is_length_given else before.num_steps,
-        samples=samples if is_length_given else before.num_samples,
-        price_per_hour=before.price_per_hour if price_per_hour is None else price_per_hour,
+        objective=saved_options.objective if objective is None else objective,
+        steps=steps if is_length_given else saved_options.num_steps,
+        samples=samples if is_length_given else saved_options.num_samples,
+        price_per_hour=saved_options.price_per_hour if price_per_hour is None else price_per_hour,
     )
-    return rerank(known, options, StudyFolder(str(path.parent.parent), path.parent.name))
+    return rerank(saved, options, StudyFolder(str(path.parent.parent), path.parent.name))
 
 
 def cost_of_training(
     config: AmpConfig, evidence: Evidence, options: SearchOptions, num_measured_ranks: int = 1
 ) -> TrainingCost | None:
-    """Return hours and price of a training run of the length in `options`, or None if they give no length.
+    """Return the hours and price of a training run of the length in `options`, or None without a length.
 
     The evidence is the throughput of a group of `num_measured_ranks` ranks, and `options.num_ranks` is the number of
     such groups: hours are samples / (samples per second of a group * groups), with the inverted interval of the
@@ -462,13 +484,13 @@ def cost_of_training(
 
     slowest, fastest = evidence.samples_per_second_interval
     interval = hours(fastest), hours(slowest)
-    todays, price = evidence.baseline.samples_per_second, options.price_per_hour
+    baseline_speed, price = evidence.baseline.samples_per_second, options.price_per_hour
     return TrainingCost(
         num_steps=num_steps,
         num_samples=num_samples,
         hours=hours(evidence.samples_per_second),
         hours_interval=interval,
-        baseline_hours=None if todays is None else hours(todays),
+        baseline_hours=None if baseline_speed is None else hours(baseline_speed),
         price_per_hour=price,
         price=None if price is None else price * hours(evidence.samples_per_second),
         price_interval=None if price is None else (price * interval[0], price * interval[1]),

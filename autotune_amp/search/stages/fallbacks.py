@@ -1,4 +1,4 @@
-"""Stage that measures a fallback plan for each precision that a run may step down to, and the choice of the plans."""
+"""Fallback plans for each precision that a training run may step down to: their measurement and their choice."""
 
 from __future__ import annotations
 
@@ -24,49 +24,50 @@ MAX_FALLBACK_TRIES = 3
 
 
 class Fallbacks:
-    """Stage that measures a plan for each precision with less to go wrong, at the effective batch size of each
-    contender.
+    """Stage that measures a plan for each safer precision, at the effective batch size of each contender.
 
     Both contenders are covered, since the confirmation may reverse their order. On OOM the batch size is halved and the
-    accumulation steps doubled, if accumulation is offered. Settings measured already are not repeated. A precision that
-    a check found harmful is never a fallback.
+    accumulation steps doubled, if accumulation is allowed. Measured settings are not repeated. A precision that a check
+    found unfaithful is never a fallback.
     """
 
     is_exclusive: ClassVar[bool] = False
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
-        """Return the trial of a plan not measured yet, or the accumulation check that it depends on, or None."""
-        left = planner.before_confirmation(ledger)
-        if not planner.may_try(ledger, left):
+        """Return the trial of an unmeasured plan, or the accumulation check that it depends on, or None."""
+        left_seconds = planner.seconds_before_confirmation(ledger)
+        if not planner.has_time_for_trial(ledger, left_seconds):
             return None
-        chosen = ledger.final_shortlist
-        if chosen is None:
+        shortlist = ledger.final_shortlist
+        if shortlist is None:
             return None
-        contenders = chosen[:2] if is_runner_up_worth(ledger, planner, chosen) else chosen[:1]
+        contenders = shortlist[:2] if is_runner_up_worth(ledger, planner, shortlist) else shortlist[:1]
         for contender in filter(None, contenders):
             for setting in missing_plans(ledger, contender):
                 is_split = setting.accumulation_steps > contender.accumulation_steps
                 if is_split and ledger.space.accumulation_withheld is None and ledger.accumulation is None:
                     return planner.accumulation_check(ledger)
-                if not is_split or ledger.may_add_accumulation:
+                if not is_split or ledger.is_accumulation_allowed:
                     return planner.job_defaults.trial(
                         ledger,
                         setting,
                         purpose="fallback",
-                        measure_seconds=min(MEASURE_SECONDS, left / 3),
-                        deadline_seconds=left - planner.waiting_seconds(ledger),
+                        measure_seconds=min(MEASURE_SECONDS, left_seconds / 3),
+                        deadline_seconds=left_seconds - planner.waiting_seconds(ledger),
                     )
         return None
 
 
 def missing_plans(ledger: Ledger, contender: Setting) -> list[Setting]:
-    """Return, for each precision that `contender` may step down to, the next setting to measure. Pure."""
+    """Return the next setting to measure for each precision that `contender` may step down to and that has no plan.
+    Pure.
+    """
     harmful = {e.precision for e in ranking.exclusions(ledger.fidelity)}
     missing = []
     for precision in MODES[contender.precision].rungs_below:
         if precision in harmful or not any(c.precision == precision for c in ledger.space.candidates):
             continue
-        if not _fits(contender, precision):
+        if not _is_compatible(contender, precision):
             continue
         for factor in (2**power for power in range(MAX_FALLBACK_TRIES) if contender.batch_size % 2**power == 0):
             setting = _stepped_down(contender, precision, factor)
@@ -79,8 +80,10 @@ def missing_plans(ledger: Ledger, contender: Setting) -> list[Setting]:
 
 
 def _stepped_down(setting: Setting, precision: Precision, factor: int) -> Setting:
-    """Return `setting` in `precision`, with its batch size divided by `factor`, uncompiled and without pinned modules.
-    Its other dimensions, such as loader workers, stay.
+    """Return `setting` in `precision`, uncompiled and without pinned modules.
+
+    Its batch size is divided by `factor`, its accumulation steps multiplied. Other dimensions, such as loader workers,
+    stay.
     """
     batch_size, num_steps = setting.batch_size // factor, setting.accumulation_steps * factor
     split = replace(setting, batch_size=batch_size, accumulation_steps=num_steps)
@@ -88,33 +91,33 @@ def _stepped_down(setting: Setting, precision: Precision, factor: int) -> Settin
     return replace(bare, precision=precision, as_found=False, pinned_modules=())
 
 
-def _fits(setting: Setting, precision: Precision) -> bool:
-    """Whether the dimensions that stay set up for a whole training run are compatible with `precision`."""
+def _is_compatible(setting: Setting, precision: Precision) -> bool:
+    """Whether the dimensions of `setting` that a fallback keeps are compatible with `precision`."""
     return not _stepped_down(setting, precision, 1).misfits
 
 
 def fallback_plans(
-    records: Sequence[Record], chosen: Setting, harmful: Collection[Precision] = (), *, may_add_steps: bool
+    records: Sequence[Record], chosen: Setting, harmful: Collection[Precision] = (), *, is_splitting_allowed: bool
 ) -> tuple[FallbackPlan, ...]:
-    """Return, for each precision to step down to, the fastest measured setting of the same effective batch size that
-    never failed.
+    """Return a plan for each precision to step down to: the fastest measured setting that never failed.
 
-    Its batch size divides that of `chosen`, whose batches the run's data loader keeps giving. Unless `may_add_steps`,
-    it has no more accumulation steps than `chosen`. `harmful` precisions are left out, and so are settings with pinned
-    modules, which a plan cannot express. Plans are measured without compiling, which takes too long for a setting that
-    may never run; their slowdown is relative to `chosen` without compiling too, where that was measured.
+    It has the effective batch size of `chosen`, and its batch size divides that of `chosen`, since the run's data
+    loader keeps yielding the same batches. Unless `is_splitting_allowed`, it has no more accumulation steps than
+    `chosen`. `harmful` precisions are left out, and so are settings with pinned modules, which a plan cannot express.
+    Plans are measured without compiling, which takes too long for a setting that may never run; their slowdown is
+    relative to `chosen` without compiling, if that was measured.
     """
-    failed, counted = ranking.failures(records), ranking.counted(records)
-    measured = _measured(counted)
-    speeds = {c: _speed(ours) for c, ours in measured.items()}
-    fitting = [
+    failed, counted = ranking.failures(records), ranking.without_lost_rounds(records)
+    measured = _measurements_by_setting(counted)
+    speeds = {c: _speed(measurements) for c, measurements in measured.items()}
+    compatible = [
         c
         for c in measured
         if c == _stepped_down(chosen, c.precision, max(1, chosen.batch_size // c.batch_size))
         and c.effective_batch_size == chosen.effective_batch_size
-        and (may_add_steps or c.accumulation_steps == chosen.accumulation_steps)
+        and (is_splitting_allowed or c.accumulation_steps == chosen.accumulation_steps)
         and c.precision not in harmful
-        and _fits(chosen, c.precision)
+        and _is_compatible(chosen, c.precision)
         and c not in failed
     ]
     alike = next(c for c in (fallback_setting(chosen), chosen) if c in speeds)
@@ -124,18 +127,21 @@ def fallback_plans(
             best,
             peak_memory_bytes=max(m.peak_memory_bytes for m in measured[best]),
             samples_per_second=speeds[best],
-            slowdown=speeds[alike] / speeds[best],
+            slowdown=speeds[reference] / speeds[best],
         )
-        for best in (max(some, key=lambda c: speeds[c]) for some in rivals if some)
+        for best in (max(settings, key=lambda c: speeds[c]) for settings in settings_by_precision if settings)
     )
 
 
-def _measured(records: Iterable[Record]) -> dict[Setting, list[Measurement]]:
-    found: dict[Setting, list[Measurement]] = {}
+def _measurements_by_setting(records: Iterable[Record]) -> dict[Setting, list[Measurement]]:
+    measurements: dict[Setting, list[Measurement]] = {}
     for record in records:
-        if isinstance(record.outcome, Measurement) and record.purpose not in ("plain", "one_rank"):  # no plan is run so
-            found.setdefault(record.candidate, []).append(record.outcome)
-    return found
+        if isinstance(record.outcome, Measurement) and record.purpose not in (
+            "plain",
+            "one_rank",
+        ):  # measured under other conditions
+            measurements.setdefault(record.candidate, []).append(record.outcome)
+    return measurements
 
 
 def _speed(measurements: Sequence[Measurement]) -> float:

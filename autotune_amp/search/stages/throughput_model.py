@@ -2,9 +2,10 @@
 
 The logarithm of the throughput is a Gaussian process over the precision and log2 of the batch size, with a part that
 all precisions share and a part of each precision. The value of a trial is its knowledge gradient: the expected
-improvement of the setting that the model would choose once the trial's result is known (Frazier, Powell, Dayanik, 2009,
-The Knowledge-Gradient Policy for Correlated Normal Beliefs). It is large where a curve is unknown and may lead or where
-the leader was measured too rarely, and zero where a whole curve lies too low to lead anywhere.
+improvement in throughput of the setting that would be chosen once the trial's result is known (Frazier, Powell,
+Dayanik, 2009, The Knowledge-Gradient Policy for Correlated Normal Beliefs). It is large for a precision that has hardly
+been measured and may be the fastest, or for a leader measured too rarely, and zero for one that is too slow at every
+batch size.
 """
 
 from __future__ import annotations
@@ -23,26 +24,28 @@ from autotune_amp.search.ranking import PLATEAU
 
 Array = npt.NDArray[np.float64]
 
-# Prior standard deviations of the logarithm of the throughput.
-LEVEL, OF_A_PRECISION = 3.0, 0.7
-RISE_PER_OCTAVE = 0.2  # prior mean slope: the cost of kernel launches is shared by more samples
-PER_OCTAVE, PER_OCTAVE_OF_A_PRECISION = 0.2, 0.1
-OF_A_VALUE, OF_WORKERS = 0.45, 1.0  # of a further dimension's value (studies/real_card), and of a number of workers
-OF_ITS_OWN = 0.02  # deviation of one batch size from its neighbours
-SMOOTH, SMOOTH_OCTAVES = 0.5, 4.0  # the bend that all curves share, and its length scale in doublings of the batch size
-BENDING_OCTAVES = 2.0
-# Grids over which the model averages, weighted by likelihood: the bend of a single curve, and the spread between
-# processes of the same setting.
-BENDS = (0.1, 0.2, 0.4)
-NOISES = (0.01, 0.03, 0.08, 0.15)
+# Prior standard deviations of the logarithm of the throughput: the level of all settings, and that of a precision.
+LEVEL_DEVIATION, PRECISION_DEVIATION = 3.0, 0.7
+# Prior mean of the slope per doubling of the batch size: more samples share the cost of a kernel launch.
+RISE_PER_OCTAVE = 0.2
+SLOPE_DEVIATION, PRECISION_SLOPE_DEVIATION = 0.2, 0.1  # of that slope, for all settings and for a precision
+# For a value of a further dimension (studies/real_card), and for a number of workers.
+VALUE_DEVIATION, WORKERS_DEVIATION = 0.45, 1.0
+BATCH_SIZE_DEVIATION = 0.02  # of one batch size from its neighbours
+SHARED_BEND_DEVIATION, SHARED_BEND_OCTAVES = 0.5, 4.0  # curvature shared by all precisions; its length scale in octaves
+OWN_BEND_OCTAVES = 2.0  # length scale of the curvature of a single precision, in doublings of the batch size
+# Values over which the model averages, weighted by likelihood: the standard deviation of a precision's own curvature,
+# and that between processes of the same setting.
+OWN_BEND_DEVIATIONS = (0.1, 0.2, 0.4)
+NOISE_DEVIATIONS = (0.01, 0.03, 0.08, 0.15)
 
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(21)
 
 
 class ThroughputModel:
-    """Gaussian-process model of the throughput of `observed` and `others` settings.
+    """Gaussian-process model of the throughput of measured and unmeasured settings.
 
-    `observed` maps a setting to the throughputs of its processes, in any unit.
+    `observed` maps each measured setting to the throughputs of its processes, in any unit; `others` are unmeasured.
     """
 
     def __init__(self, observed: Mapping[Setting, Sequence[float]], others: Sequence[Setting]) -> None:
@@ -55,20 +58,23 @@ class ThroughputModel:
         level = float((logs - trend[rows]).mean())
         self._expected: Array = level + trend
         prior, bending = _prior(self.settings)
-        left = logs - self._expected[rows]
-        fits = [_fit(prior + bend**2 * bending, rows, left, noise) for bend in BENDS for noise in NOISES]
+        residuals = logs - self._expected[rows]
+        fits = [
+            _fit(prior + bend**2 * bending, rows, residuals, noise)
+            for bend in OWN_BEND_DEVIATIONS
+            for noise in NOISE_DEVIATIONS
+        ]
         likelihoods = np.array([fit.log_likelihood for fit in fits])
         weights = np.exp(likelihoods - likelihoods.max())
         self._fits, self._weights = fits, weights / weights.sum()
         self.means: Array = self._expected + np.average([fit.means for fit in fits], axis=0, weights=self._weights)
 
     def gains(self, choosable: Collection[Setting], least: float = 0.0) -> dict[Setting, float]:
-        """Return the knowledge gradient of one more process of each `choosable` setting, as a share of the best
-        throughput.
+        """Return the expected relative gain in throughput from one more process of each `choosable` setting.
 
-        Throughputs below `least`, that of the baseline, gain nothing, since the baseline can be kept. A setting that
-        was never measured cannot be chosen before it is. As in the final choice, a setting with less to go wrong may be
-        up to `PLATEAU` slower.
+        This is its knowledge gradient. Throughputs below `least`, that of the baseline, gain nothing, since the
+        baseline can be kept. A setting can be chosen only once it was measured. As in the final choice, a setting with
+        fewer risks may be up to `PLATEAU` slower.
         """
         order = sorted(range(len(self.settings)), key=lambda number: risks(self.settings[number]))
         handicap = np.empty(len(order))
@@ -78,8 +84,8 @@ class ThroughputModel:
         is_measured = np.array([number < self._num_observed for number in chosen])
         floor = math.log(least) if least > 0 else -math.inf
         gains = [fit.gains(chosen, added, is_measured, floor) for fit in self._fits]
-        found = np.average(gains, axis=0, weights=self._weights)
-        return {self.settings[number]: float(gain) for number, gain in zip(chosen, found, strict=True)}
+        mean_gains = np.average(gains, axis=0, weights=self._weights)
+        return {self.settings[number]: float(gain) for number, gain in zip(chosen, mean_gains, strict=True)}
 
     def throughput(self, setting: Setting) -> float:
         """Return the throughput that the model expects of `setting`, in the unit of the observations."""
@@ -87,6 +93,8 @@ class ThroughputModel:
 
 
 class _Fit(NamedTuple):
+    """Posterior of the Gaussian process for one choice of its curvature and of the `noise` between processes."""
+
     means: Array
     covariance: Array
     noise: float
@@ -95,54 +103,66 @@ class _Fit(NamedTuple):
     def gains(self, chosen: Sequence[int], added: Array, is_measured: npt.NDArray[np.bool_], floor: float) -> Array:
         """Return the knowledge gradient of each setting in `chosen`, in the logarithm of the throughput.
 
-        After the trial the best of the measured settings and the one tried is chosen, unless all lie below `floor`.
+        After the trial the best setting is chosen among the measured ones and the one tried, unless all are below
+        `floor`. `added` is the prior mean less the handicap for risks.
         """
         values, covariance = (self.means + added)[chosen], self.covariance[np.ix_(chosen, chosen)]
         spread = np.sqrt(np.diag(covariance) + self.noise**2)
-        changes = covariance / spread[:, None]  # change of all means if a setting's process is one deviation off
+        # Change of all means if a process of the setting is one standard deviation faster.
+        changes = covariance / spread[:, None]
         may_be_chosen = is_measured | np.eye(len(chosen), dtype=bool)
         values_after = values[None, :, None] + changes[:, :, None] * _NODES
         best = np.maximum(np.where(may_be_chosen[:, :, None], values_after, -np.inf).max(axis=1), floor)
-        # While nothing was measured nothing can be chosen, so any result of a trial counts as gain.
+        # Before any measurement nothing can be chosen, so any result of a trial counts as gain.
         gains: Array = best @ _WEIGHTS / _WEIGHTS.sum() - values[is_measured].max(initial=max(values.min() - 1, floor))
         return gains
 
 
 def _fit(prior: Array, rows: npt.NDArray[Any], logs: Array, noise: float) -> _Fit:
-    within = prior[np.ix_(rows, rows)] + noise**2 * np.eye(len(rows))
-    lower = np.linalg.cholesky(within)
-    white = np.linalg.solve(lower, np.column_stack((logs, prior[rows])))
-    seen, explained = white[:, 0], white[:, 1:]
+    """Return the posterior for a `prior` covariance and observed `logs`, whose settings' indices are `rows`."""
+    covariance = prior[np.ix_(rows, rows)] + noise**2 * np.eye(len(rows))
+    lower = np.linalg.cholesky(covariance)
+    whitened = np.linalg.solve(lower, np.column_stack((logs, prior[rows])))
+    whitened_logs, explained = whitened[:, 0], whitened[:, 1:]
     return _Fit(
-        means=explained.T @ seen,
+        means=explained.T @ whitened_logs,
         covariance=prior - explained.T @ explained,
         noise=noise,
-        log_likelihood=float(-0.5 * seen @ seen - np.log(np.diag(lower)).sum()),
+        log_likelihood=float(-0.5 * whitened_logs @ whitened_logs - np.log(np.diag(lower)).sum()),
     )
 
 
 def _prior(settings: Sequence[Setting]) -> tuple[Array, Array]:
-    """Return the settings' prior covariance, and at unit variance that of the bend of a precision's curve."""
+    """Return the settings' prior covariance, and that of a precision's own curvature at unit variance."""
     octaves = np.log2([setting.batch_size for setting in settings])
-    centred, apart = octaves - octaves.mean(), np.abs(octaves[:, None] - octaves)
+    centred, distances = octaves - octaves.mean(), np.abs(octaves[:, None] - octaves)
     sloped = np.outer(centred, centred)
-    shared = LEVEL**2 + PER_OCTAVE**2 * sloped + SMOOTH**2 * np.exp(-0.5 * (apart / SMOOTH_OCTAVES) ** 2)
-    own = OF_A_PRECISION**2 + PER_OCTAVE_OF_A_PRECISION**2 * sloped
-    is_alike = _are_equal([setting.precision for setting in settings])
-    prior = shared + is_alike * own + _further(settings) + OF_ITS_OWN**2 * np.eye(len(settings))
-    return prior, is_alike * np.exp(-apart / BENDING_OCTAVES)
+    shared_covariance = (
+        LEVEL_DEVIATION**2
+        + SLOPE_DEVIATION**2 * sloped
+        + SHARED_BEND_DEVIATION**2 * np.exp(-0.5 * (distances / SHARED_BEND_OCTAVES) ** 2)
+    )
+    precision_covariance = PRECISION_DEVIATION**2 + PRECISION_SLOPE_DEVIATION**2 * sloped
+    is_same_precision = _are_equal([setting.precision for setting in settings])
+    prior = (
+        shared_covariance
+        + is_same_precision * precision_covariance
+        + _variant_covariance(settings)
+        + BATCH_SIZE_DEVIATION**2 * np.eye(len(settings))
+    )
+    return prior, is_same_precision * np.exp(-distances / OWN_BEND_OCTAVES)
 
 
-def _further(settings: Sequence[Setting]) -> Array:
-    """Return the covariance of two settings from the non-default values of further dimensions that they share."""
-    found = np.zeros((len(settings), len(settings)))
+def _variant_covariance(settings: Sequence[Setting]) -> Array:
+    """Return the part of the prior covariance due to non-default values of further dimensions that settings share."""
+    covariance = np.zeros((len(settings), len(settings)))
     for dimension in DIMENSIONS:
         if dimension not in (PRECISION, BATCH_SIZE, ACCUMULATION_STEPS):
             values = [getattr(setting, dimension.name) for setting in settings]
             is_other = np.array([value != dimension.default for value in values])
-            deviation = OF_WORKERS if dimension is NUM_WORKERS else OF_A_VALUE
-            found += deviation**2 * _are_equal(values) * np.outer(is_other, is_other)
-    return found
+            deviation = WORKERS_DEVIATION if dimension is NUM_WORKERS else VALUE_DEVIATION
+            covariance += deviation**2 * _are_equal(values) * np.outer(is_other, is_other)
+    return covariance
 
 
 def _are_equal(values: Sequence[Any]) -> Array:

@@ -1,7 +1,6 @@
-"""Stages that try, on the setting that would win, other values of further dimensions and, where loading data limits the
-speed, more loader workers.
+"""Stages that try, on the leader, values of further dimensions and, where loading data limits the speed, more workers.
 
-One dimension is changed at a time and the best value kept.
+The leader is the setting that would be recommended now. One dimension is changed at a time, and the best value kept.
 """
 
 from __future__ import annotations
@@ -21,149 +20,155 @@ from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, UNDECIDED_TIER, data_share, rank
 from autotune_amp.search.stages.checks import Checks
-from autotune_amp.search.stages.explore import is_of_the_space, next_promising, worth_trying
-from autotune_amp.search.variants import beside, is_worth_trying, next_setting, to_profile
+from autotune_amp.search.stages.explore import is_ordinary_apart_from_pins, next_promising, untried_promising_settings
+from autotune_amp.search.variants import is_worth_trying, neighbouring_batch_sizes, next_setting, setting_to_profile
 from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
 
 PROFILE_SHARE = 0.05  # share of the remaining time that a profile of the winner may take
-TRACE_SECONDS, NUM_STEPS_FORESEEN = 2.0, 8  # of a profile: its trace's seconds; its steps, warm-up included
-PROFILE_PATIENCE = 5.0  # times the predicted seconds: 3.4 to 4 s of a GPT-2 on an H200, 8.5 of a Llama
-SHORT_WAIT = 0.05  # share of a step: below it more workers have little left to gain
-SAME_WAIT = 0.9  # of the wait before: if as much is left, more workers do not help; speed alone can mislead
-HANDOVER_SECONDS = 1e-3  # to pass a batch from a worker process: a shorter wait does not get shorter by workers
+TRACE_SECONDS, NUM_STEPS_FORESEEN = 2.0, 8  # of a profile: seconds to write its trace; steps including the warm-up
+# Deadline of a profile, as a multiple of its predicted seconds: 3.4 to 4 s for a GPT-2 on an H200, 8.5 for a Llama.
+PROFILE_PATIENCE = 5.0
+SHORT_WAIT = 0.05  # share of a step spent waiting for data below which more workers have little to gain
+SAME_WAIT = 0.9  # ratio of waits above which more workers did not help; the speed alone can mislead
+HANDOVER_SECONDS = 1e-3  # time to pass a batch from a worker process: workers cannot reduce a shorter wait
 
 
 @dataclass
 class Variants:
-    """Stage that tries the space's variants on the leader. The leader is checked last, since each variant changes its
-    numerics.
+    """Stage that tries values of further dimensions on the leader, and then checks the leader's fidelity.
 
-    A profile of the leader's step comes first if it is cheap: it shows which dimensions can gain most.
+    The check comes last, since each value may change the numerics. A profile of the leader's step comes first if it is
+    short: it shows which dimensions can gain most.
     """
 
     is_exclusive: ClassVar[bool] = False
     checks: Checks
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | ProfileJob | None:
-        """Return the profile, else the next trial, else the check that the leader needs, or None."""
-        left, leader = planner.to_explore(ledger), to_profile(ledger)
-        foreseen = math.inf if leader is None else self._profile_seconds(ledger, planner, leader)
-        if leader is not None and foreseen < PROFILE_SHARE * left:
+        """Return the profile, else the next trial, else the next check, or None."""
+        left_seconds, leader = planner.exploration_seconds(ledger), setting_to_profile(ledger)
+        profile_seconds = math.inf if leader is None else self._profile_seconds(ledger, planner, leader)
+        if leader is not None and profile_seconds < PROFILE_SHARE * left_seconds:
             trial = planner.job_defaults.trial(ledger, leader)
-            seconds = PROFILE_PATIENCE * foreseen
+            seconds = PROFILE_PATIENCE * profile_seconds
             return ProfileJob(device=trial.device, trial=trial, deadline_seconds=seconds, counts_flops=False)
-        setting = self._next(ledger, planner, left) if planner.may_try(ledger, left) else None
+        setting = (
+            self._next(ledger, planner, left_seconds) if planner.has_time_for_trial(ledger, left_seconds) else None
+        )
         if setting is None:
             return self.checks.next(ledger, planner)
-        return planner.trial(ledger, setting, left)
+        return planner.trial(ledger, setting, left_seconds)
 
     def _profile_seconds(self, ledger: Ledger, planner: Planner, leader: Setting) -> float:
+        """Return the predicted seconds of a profile of the leader's step."""
         step_seconds = min(m.step_seconds for m in ledger.measurements[leader])
         return TRACE_SECONDS + planner.setup_seconds(ledger) + NUM_STEPS_FORESEEN * step_seconds
 
     def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
-        """Return the next variant, else a setting to measure again or at a neighbouring batch size, or None."""
+        """Return the leader with another value, else a setting to measure again or at a neighbouring batch, or None."""
         setting = next_setting(ledger, lambda c: is_worth_trying(ledger, planner, c))
         if setting is not None and setting.is_compiled and ledger is not ledger.actual:
             return None  # compiling takes tens of seconds: wait until all running jobs have ended
         if setting is None and ledger.objective != "memory":
-            return next_promising(ledger, planner, ledger.throughputs(), left_seconds, tuple(beside(ledger)))
+            return next_promising(
+                ledger, planner, ledger.throughputs(), left_seconds, tuple(neighbouring_batch_sizes(ledger))
+            )
         return setting
 
 
 @dataclass
 class LoaderWorkers:
-    """Stage that raises the number of loader workers until steps no longer wait for data or it does not help, and
-    checks the new leader.
+    """Stage that raises the number of loader workers while that shortens the wait for data, and checks the new leader.
 
-    Once the wait is over, batch sizes that were compared only by estimates without the wait are explored again.
+    Once steps hardly wait, batch sizes that were compared only by estimates without the wait are explored again.
     """
 
     is_exclusive: ClassVar[bool] = False
     checks: Checks
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
-        """Return the check that the last trial makes necessary, else another trial, or None."""
-        check, left = self.checks.next(ledger, planner), planner.before_confirmation(ledger)
-        if check is not None or not planner.may_try(ledger, left):
+        """Return the next check, else another trial, or None."""
+        check, left_seconds = self.checks.next(ledger, planner), planner.seconds_before_confirmation(ledger)
+        if check is not None or not planner.has_time_for_trial(ledger, left_seconds):
             return check
-        setting = self.setting(ledger, planner.job_defaults) or self._promising(ledger, planner, left)
-        return None if setting is None else planner.trial(ledger, setting, left)
+        setting = self.setting(ledger, planner.job_defaults) or self._promising(ledger, planner, left_seconds)
+        return None if setting is None else planner.trial(ledger, setting, left_seconds)
 
     def setting(self, ledger: Ledger, job_defaults: JobDefaults) -> Setting | None:
-        """Return the setting that would win if no step waited for data, with the next number of workers; None if there
-        is nothing to gain.
+        """Return the best setting if no step waited for data, with the next number of workers; None if none may gain.
 
-        The number of workers is doubled up to the number of CPUs. It stops where the wait is short, where more workers
-        failed, and where they are no faster than half as many and wait no less. One worker is not tested for that: it
-        overlaps loading with training, while the second doubles the loading rate.
+        The number of workers is doubled up to the number of CPUs, until the wait is short, a trial fails, or it is no
+        faster than with half as many workers and waits no less. That last rule does not hold for one worker: it only
+        overlaps loading with training, and the second one doubles the loading rate.
         """
         own_num_workers, num_cpus = job_defaults.description.num_workers, job_defaults.num_cpus
-        searched = [r for r in ledger.records if r.purpose == "search"]
+        trials = [r for r in ledger.records if r.purpose == "search"]
         waits = {
             r.candidate: data_share(r.outcome)
-            for r in searched
+            for r in trials
             if isinstance(r.outcome, Measurement)
             and not r.outcome.was_cut
             and r.candidate.num_workers is None
             and not r.candidate.as_found
         }
         speeds, tiers = ledger.speeds, ledger.pending_tiers
-        unheld = {c: speed / (1 - waits[c]) for c, speed in speeds.items() if c in waits}
-        if own_num_workers is None or not unheld:
+        speeds_without_wait = {c: speed / (1 - waits[c]) for c, speed in speeds.items() if c in waits}
+        if own_num_workers is None or not speeds_without_wait:
             return None
-        target = rank(unheld, tiers=tiers)[0]
+        target = rank(speeds_without_wait, tiers=tiers)[0]
         fastest = max(speed for c, speed in speeds.items() if tiers[c] <= max(UNDECIDED_TIER, tiers[target]))
         wait_seconds = waits[target] * target.batch_size / speeds[target]
         if waits[target] <= MAX_DATA_SHARE or wait_seconds < HANDOVER_SECONDS:
             return None
-        if unheld[target] <= (1 + PLATEAU) * fastest:
+        if speeds_without_wait[target] <= (1 + PLATEAU) * fastest:
             return None
-        tried = {r.candidate: r.outcome for r in searched}
-        before, share_before = speeds[target], waits[target]
-        for num_workers in ladder(own_num_workers, num_cpus):
-            found = tried.get(setting := replace(target, num_workers=num_workers))
-            if found is None:
+        tried = {r.candidate: r.outcome for r in trials}
+        speed_before, share_before = speeds[target], waits[target]
+        for num_workers in worker_counts(own_num_workers, num_cpus):
+            outcome = tried.get(setting := replace(target, num_workers=num_workers))
+            if outcome is None:
                 return setting
-            if not isinstance(found, Measurement) or data_share(found) < SHORT_WAIT:
+            if not isinstance(outcome, Measurement) or data_share(outcome) < SHORT_WAIT:
                 break
-            is_no_faster = found.samples_per_second <= (1 + PLATEAU) * before
-            if num_workers > 1 and is_no_faster and data_share(found) > SAME_WAIT * share_before:
+            is_no_faster = outcome.samples_per_second <= (1 + PLATEAU) * speed_before
+            if num_workers > 1 and is_no_faster and data_share(outcome) > SAME_WAIT * share_before:
                 break
-            before, share_before = found.samples_per_second, data_share(found)
-        # Where the wait still limits the speed, a setting with less to go wrong reaches the same speed.
+            speed_before, share_before = outcome.samples_per_second, data_share(outcome)
+        # If the wait still limits the speed, a setting with fewer risks reaches the same speed.
         leader = rank({c: speed for c, speed in speeds.items() if c.with_own_workers == target})[0]
-        held = {c: min(speed, speeds[leader]) for c, speed in unheld.items()}
-        safer = replace(rank(held, tiers=tiers)[0], num_workers=leader.num_workers)
+        limited_speeds = {c: min(speed, speeds[leader]) for c, speed in speeds_without_wait.items()}
+        safer = replace(rank(limited_speeds, tiers=tiers)[0], num_workers=leader.num_workers)
         return None if safer in tried else safer
 
     def _promising(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
-        """Return the setting to try next with the fewest workers that ended the wait; None if none is worth it."""
-        enough = [
+        """Return the setting to try next, with the fewest workers that ended the wait; None if none is worth it."""
+        sufficient_numbers = [
             c.num_workers
-            for c, ours in ledger.measurements.items()
-            if c.num_workers is not None and not c.active_variants and median(map(data_share, ours)) < SHORT_WAIT
+            for c, measurements in ledger.measurements.items()
+            if c.num_workers is not None
+            and not c.active_variants
+            and median(map(data_share, measurements)) < SHORT_WAIT
         ]
         is_settled = ledger.shortlist is None or ledger.shortlist.winner.active_variants or ledger.objective == "memory"
-        if not enough or is_settled:
+        if not sufficient_numbers or is_settled:
             return None
-        num_workers = min(enough)
+        num_workers = min(sufficient_numbers)
         failed = [c for c in ledger.failures if c.num_workers == num_workers]
         observed: dict[Setting, list[float]] = {}
         for setting, throughputs in ledger.throughputs(without_waiting=True).items():
-            if is_of_the_space(setting.with_own_workers):
+            if is_ordinary_apart_from_pins(setting.with_own_workers):
                 observed.setdefault(replace(setting, num_workers=num_workers), []).extend(throughputs)
         untried = [
             replace(c, num_workers=num_workers)
-            for c in worth_trying(ledger, planner.job_defaults, observed)
+            for c in untried_promising_settings(ledger, planner.job_defaults, observed)
             if all(c.precision != other.precision or c.batch_size < other.batch_size for other in failed)
         ]
         return next_promising(ledger, planner, observed, left_seconds, untried)
 
 
-def ladder(own_num_workers: int, num_cpus: int) -> Iterator[int]:
-    """Yield the numbers of workers to try: the user's own, doubled until it reaches the number of CPUs."""
+def worker_counts(own_num_workers: int, num_cpus: int) -> Iterator[int]:
+    """Yield the numbers of workers to try: the user's own number doubled repeatedly, up to the number of CPUs."""
     number = own_num_workers
     while number < num_cpus:
         number = min(max(1, 2 * number), num_cpus)

@@ -1,4 +1,7 @@
-"""Entry point of a search: answer from the cache, or search. Light to import, for an answer within 50 ms."""
+"""Entry point of a search: return the cached recommendation, or search.
+
+The module imports little, so that a cached recommendation takes less than 50 ms.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ _OPTIONS_OUTSIDE_FINGERPRINT = ("study", "out", "storage", "devices", "ray", *RA
 def search(
     source: Source, options: SearchOptions, progress: Progress, *, is_fresh: bool, is_rerun: bool = False
 ) -> Recommendation:
-    """Return the cached recommendation, or search; see `recommend_config`. A rerun (see `Place`) never searches."""
+    """Return the cached recommendation, or search. Arguments are those of `recommend_config`.
+
+    `is_rerun`: a launcher or a spawned process runs the same script again, which must not search.
+    """
     folder = StudyFolder(options.out, options.study or source.name)
     fields = msgspec.to_builtins(options)
     settings = {name: fields[name] for name in fields if name not in _OPTIONS_OUTSIDE_FINGERPRINT}
@@ -27,29 +33,31 @@ def search(
     # The hardware of a cluster's node is known once it is reached.
     fingerprint = None if options.ray else source.fingerprint(settings, identify(options.first_device))
     if fingerprint is not None and (is_rerun or not is_fresh):
-        answer = cached_answer(cached, options, folder, progress, fingerprint)
-        if answer is not None:
-            return answer
+        recommendation = cached_recommendation(cached, options, folder, progress, fingerprint)
+        if recommendation is not None:
+            return recommendation
     if is_rerun:
         raise left_no_answer(folder.path, cached, fingerprint)
-    from autotune_amp.search.search import search_anew
+    from autotune_amp.search.search import run_search
 
-    def answer_for(fingerprint: Fingerprint) -> Recommendation | None:
-        """Return a known recommendation, or None. The folder is locked."""
-        answer = cached_answer(cached, options, folder, progress, fingerprint)
-        return answer or _shared_answer(source, options, folder, progress, fingerprint)
+    def saved_recommendation_for(fingerprint: Fingerprint) -> Recommendation | None:
+        """Return the saved recommendation for `fingerprint`, or None. Call it with the folder locked."""
+        recommendation = cached_recommendation(cached, options, folder, progress, fingerprint)
+        return recommendation or _shared_recommendation(source, options, folder, progress, fingerprint)
 
-    return search_anew(source, options, progress, folder, settings, cached, fingerprint, answer_for, is_fresh=is_fresh)
+    return run_search(
+        source, options, progress, folder, settings, cached, fingerprint, saved_recommendation_for, is_fresh=is_fresh
+    )
 
 
-def cached_answer(
+def cached_recommendation(
     cached: Recommendation | None,
     options: SearchOptions,
     folder: StudyFolder,
     progress: Progress,
     fingerprint: Fingerprint,
 ) -> Recommendation | None:
-    """Return `cached` if it is finished and holds for this fingerprint, which must be fully known and equal; else None.
+    """Return `cached` if its search is finished and has an equal fingerprint without unknown parts, else None.
 
     For another objective, length of training run or price it is ranked again and saved.
     """
@@ -57,44 +65,46 @@ def cached_answer(
         return None
     if fingerprint.unknown or cached.fingerprint.digest != fingerprint.digest:
         return None
-    before = cached.options_as(SearchOptions)
-    if all(getattr(before, name) == getattr(options, name) for name in RANKING):
+    saved_options = cached.options_as(SearchOptions)
+    if all(getattr(saved_options, name) == getattr(options, name) for name in RANKING):
         return cached
     if not folder.records(cached.search.search_id):
-        return None  # answered from a storage: the records to rank again by are elsewhere
-    from autotune_amp.search.answer.decide import rerank  # not needed for a plain answer, which has to take 50 ms
+        return None  # it is from a shared storage: the records for ranking it again are elsewhere
+    from autotune_amp.search.answer.decide import rerank  # late: a cached recommendation must take less than 50 ms
 
-    answer = folder.save(rerank(cached, options, folder))
-    progress.note(f"Ranked again for {options.objective} from what this search measured before; nothing was run.")
-    return answer
+    recommendation = folder.save(rerank(cached, options, folder))
+    progress.note(f"Ranked again for {options.objective} from the saved measurements; no trial was run.")
+    return recommendation
 
 
-def _shared_answer(
+def _shared_recommendation(
     source: Source, options: SearchOptions, folder: StudyFolder, progress: Progress, fingerprint: Fingerprint
 ) -> Recommendation | None:
-    """Return the storage's recommendation from another host or folder if it holds here, and save it here."""
+    """Return the shared storage's recommendation for an equal request, saved in `folder`; None without one."""
     if options.storage is None or fingerprint.unknown:
         return None
     from autotune_amp.search.storage import shared  # imports Optuna
 
-    found = shared.answer_for(shared.answers(options.storage, fingerprint), fingerprint)
-    if found is None:
+    shared_recommendation = shared.matching_recommendation(
+        shared.shared_recommendations(options.storage, fingerprint), fingerprint
+    )
+    if shared_recommendation is None:
         return None
-    answer = found.recommendation
-    if any(answer.options.get(name) != getattr(options, name) for name in RANKING):
+    recommendation = shared_recommendation.recommendation
+    if any(recommendation.options.get(name) != getattr(options, name) for name in RANKING):
         return None  # ranking again needs the records
-    told = f"Answered from the storage: measured {found.origin}, on a machine of the same kind."
-    progress.note(told)
-    asked = msgspec.to_builtins(options)
-    answer = msgspec.structs.replace(
-        answer,
-        options={name: asked[name] for name in answer.options if name in asked},
+    note = f"Answered from the storage: measured {shared_recommendation.origin}, on a machine of the same kind."
+    progress.note(note)
+    fields = msgspec.to_builtins(options)
+    recommendation = msgspec.structs.replace(
+        recommendation,
+        options={name: fields[name] for name in recommendation.options if name in fields},
         command=None,
         fingerprint=fingerprint,
         target=source.target,
         command_template=source.command_template,
-        warnings=(told, *answer.warnings)[:MAX_WARNINGS],
-        notes=(*answer.warnings[MAX_WARNINGS - 1 :], *answer.notes),
-        search=msgspec.structs.replace(answer.search, study=folder.path.name),
+        warnings=(note, *recommendation.warnings)[:MAX_WARNINGS],
+        notes=(*recommendation.warnings[MAX_WARNINGS - 1 :], *recommendation.notes),
+        search=msgspec.structs.replace(recommendation.search, study=folder.path.name),
     )
-    return folder.save(answer)
+    return folder.save(recommendation)

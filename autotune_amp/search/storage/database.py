@@ -21,8 +21,9 @@ from autotune_amp.core.errors import StudyError
 
 _NUM_TRIES, _TRY_SECONDS = 10, 0.3  # attempts to create an empty database's tables
 # Optuna raises KeyError for a study or trial that somebody deleted.
-FAILURES = (StorageInternalError, SQLAlchemyError, UpdateFinishedTrialError, KeyError)
-# Timeouts of libpq, which otherwise waits for ever: for a connection, and for a server whose packets are lost.
+STORAGE_ERRORS = (StorageInternalError, SQLAlchemyError, UpdateFinishedTrialError, KeyError)
+# Timeouts of libpq, in seconds except the last in milliseconds. Without them it waits for ever for a connection, or for
+# a server whose packets are lost.
 _PATIENCE = {
     "connect_timeout": 5,
     "keepalives_idle": 5,
@@ -33,8 +34,8 @@ _PATIENCE = {
 
 
 @contextlib.contextmanager
-def connected(storage: str | Path) -> Iterator[RDBStorage]:
-    """Yield the Optuna storage of a URL or of a search's own file. Raises `StudyError` if it cannot be used."""
+def open_storage(storage: str | Path) -> Iterator[RDBStorage]:
+    """Open the Optuna storage of a URL or of a search's own file. Raises `StudyError` if it cannot be used."""
     # Without a pool no SQLite connection outlives its session, not even if Optuna's constructor fails.
     options: dict[str, Any] = {}
     if isinstance(storage, Path):
@@ -42,12 +43,14 @@ def connected(storage: str | Path) -> Iterator[RDBStorage]:
     elif storage.startswith("sqlite") and ":memory:" not in storage and storage != "sqlite://":
         options["poolclass"] = sqlalchemy.NullPool
     elif storage.partition(":")[0] in ("postgresql", "postgresql+psycopg", "postgresql+psycopg2"):
-        options["pool_pre_ping"] = True  # else the first query on each open connection fails after the server restarts
+        options["pool_pre_ping"] = (
+            True  # otherwise the first query on an open connection fails after a restart of the server
+        )
         options["connect_args"] = {name: value for name, value in _PATIENCE.items() if f"{name}=" not in storage}
     url = "sqlite://" if isinstance(storage, Path) else storage
     try:
         if "connect_args" in options:
-            _make_tables(url, options["connect_args"])
+            _create_tables(url, options["connect_args"])
         database = RDBStorage(url, engine_kwargs=options)
     except Exception as error:  # a wrong URL, driver, host, password, file or schema each raises its own type
         raise study_error(storage, error) from error
@@ -58,8 +61,8 @@ def connected(storage: str | Path) -> Iterator[RDBStorage]:
         database.engine.dispose()
 
 
-def _make_tables(url: str, connect_args: dict[str, Any]) -> None:
-    """Create missing tables, retrying while another search creates the same ones, since Optuna fails then."""
+def _create_tables(url: str, connect_args: dict[str, Any]) -> None:
+    """Create missing tables. Optuna fails if another search creates the same ones, so retry."""
     options = {"poolclass": sqlalchemy.NullPool, "connect_args": connect_args}  # no connection outlives a failure
     for _ in range(_NUM_TRIES):
         try:
@@ -72,16 +75,16 @@ def _make_tables(url: str, connect_args: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def storage_errors(storage: str | Path) -> Iterator[None]:
-    """Raise `StudyError` for a failure of the storage inside."""
+    """Raise `StudyError` for a failure of the storage in the block."""
     try:
         yield
-    except FAILURES as error:
+    except STORAGE_ERRORS as error:
         raise study_error(storage, error) from error
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence Optuna's log inside."""
+def optuna_log_silenced() -> Iterator[None]:
+    """Silence Optuna's log in the block."""
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
@@ -92,7 +95,7 @@ def quiet() -> Iterator[None]:
 
 def attributes(storage: str, name: str) -> dict[str, Any]:
     """Return a study's user attributes, empty if there is no such study. Raises `StudyError` if the storage fails."""
-    with connected(storage) as database, storage_errors(storage):
+    with open_storage(storage) as database, storage_errors(storage):
         try:
             return database.get_study_user_attrs(database.get_study_id_from_name(name))
         except KeyError:
@@ -101,13 +104,13 @@ def attributes(storage: str, name: str) -> dict[str, Any]:
 
 def set_attribute(storage: str, name: str, key: str, value: Any) -> None:
     """Set a user attribute of a study, which is created if missing. Raises `StudyError` if the storage fails."""
-    with quiet(), connected(storage) as database, storage_errors(storage):
+    with optuna_log_silenced(), open_storage(storage) as database, storage_errors(storage):
         optuna.create_study(storage=database, study_name=name, load_if_exists=True).set_user_attr(key, value)
 
 
 def load_study(database: RDBStorage, name: str, search_id: str, owner: str) -> optuna.Study:
-    """Create the study of a search, or load it. It has another name if a study of another search is called `name`."""
-    ours = {"search_id": search_id, "owner": owner}
+    """Create or load the study of a search, called `name` unless that is the study of another search."""
+    attributes = {"search_id": search_id, "owner": owner}
     own_name = f"{name}-{search_id}"
     names = itertools.chain((name, own_name), (f"{own_name}-{k}" for k in itertools.count(2)))
     while True:
@@ -116,18 +119,18 @@ def load_study(database: RDBStorage, name: str, search_id: str, owner: str) -> o
             study = optuna.create_study(storage=database, study_name=free_name, direction="maximize")
         except DuplicatedStudyError:
             study = optuna.load_study(storage=database, study_name=free_name)
-            if ours.items() <= study.user_attrs.items():
+            if attributes.items() <= study.user_attrs.items():
                 return study
         else:
-            for key, value in ours.items():
+            for key, value in attributes.items():
                 study.set_user_attr(key, value)
             return study
 
 
 def _open_file(path: Path) -> sqlite3.Connection:
-    """Return a connection that does not wait for the disk: a trial's dozen commits took 330 ms, and take 75 (measured).
+    """Return a connection that does not wait for the disk: the commits of a trial take 75 ms instead of 330 (measured).
 
-    A killed process does no harm. Only a power failure may damage the file, and it is made again from the records.
+    A killed process does no damage. Only a power failure may, and the file can be created again from the records.
     """
     connection = sqlite3.connect(path, check_same_thread=False)
     connection.execute("PRAGMA synchronous = OFF")
@@ -135,18 +138,21 @@ def _open_file(path: Path) -> sqlite3.Connection:
 
 
 def study_error(storage: str | Path, error: Exception) -> StudyError:
-    """Return the error for a storage that failed, without the storage's password."""
+    """Return the error for a storage that failed, with the password in its URL hidden."""
     cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
-    what = str(getattr(cause, "orig", None) or cause).strip().split("\n")[0].rstrip(".") or type(cause).__name__
+    description = str(getattr(cause, "orig", None) or cause).strip().split("\n")[0].rstrip(".") or type(cause).__name__
     if isinstance(error, ImportError) and str(storage).startswith("postgresql"):
         next_step = "Run `pip install 'autotune_amp[postgresql]'`."
     elif isinstance(storage, Path):
-        next_step = "Check that its folder can be written and has space; a damaged file can be moved away."
+        next_step = "Check that its folder is writable and has space; move a damaged file away."
     else:
-        next_step = "Check that it is there and can be written, or leave --storage out to use a file of its own."
+        next_step = "Check that it exists and is writable, or leave --storage out to use a file in the study's folder."
         password = re.search(r"(?:^|://)[^:/@]*:(?!//)(.+)@", storage)
-        for given in re.findall(r"[?&](?:ssl)?password=([^&]+)", storage):
-            storage, what = storage.replace(f"password={given}", "password=***"), what.replace(given, "***")
+        for secret in re.findall(r"[?&](?:ssl)?password=([^&]+)", storage):
+            storage, description = (
+                storage.replace(f"password={secret}", "password=***"),
+                description.replace(secret, "***"),
+            )
         if password is not None:
-            storage, what = storage.replace(f":{password[1]}@", ":***@"), what.replace(password[1], "***")
-    return StudyError(f"The storage {storage} cannot be used: {what}.", next_step)
+            storage, description = storage.replace(f":{password[1]}@", ":***@"), description.replace(password[1], "***")
+    return StudyError(f"The storage {storage} cannot be used: {description}.", next_step)

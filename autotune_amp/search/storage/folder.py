@@ -1,4 +1,4 @@
-"""Folder of a search: its lock, its log of outcomes, its recommendation. Files are read as data, never executed."""
+"""Folder of a search: its lock, its log of records, its recommendation. Files are read as data, never executed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StudyFolder:
         return Recommendation.load(self.recommendation_path) if self.recommendation_path.exists() else None
 
     def __enter__(self) -> StudyFolder:
-        import filelock  # not needed for a cached answer, which has to take 50 ms
+        import filelock  # imported late: a cached recommendation must take less than 50 ms
 
         try:
             self._is_new = not self.path.exists()
@@ -59,13 +59,15 @@ class StudyFolder:
             self._lock = filelock.FileLock(self.path / _LOCK)
             self._lock.acquire(blocking=False)
             for half_written in (*self.path.glob(".recommendation.json.*"), *self.path.glob(".report.html.*")):
-                half_written.unlink()  # left by a kill between writing and renaming; nobody else writes here now
+                half_written.unlink()  # left by a process killed before renaming it; the lock excludes other writers
             if self._outcomes_path.exists():
                 whole, newline, _ = read_file(self._outcomes_path).rpartition(b"\n")
-                os.truncate(self._outcomes_path, len(whole + newline))  # a last line that a kill cut short
+                # Remove a last line that a killed process left incomplete.
+                os.truncate(self._outcomes_path, len(whole + newline))
         except filelock.Timeout as error:
             raise StudyBusyError(
-                f"Another search is running in {self.path}.", "Wait for it, or give this one a name with --study."
+                f"Another search is running in {self.path}.",
+                "Wait until it ends, or give this one another name with --study.",
             ) from error
         except (OSError, ValueError) as error:  # the latter for a NUL in the path
             raise StudyError(
@@ -80,21 +82,21 @@ class StudyFolder:
     ) -> None:
         assert self._lock is not None
         with suppress(OSError):  # somebody may have deleted the folder
-            # A misspelt name should leave no folder.
+            # Leave no new folder behind if nothing was saved, for instance for a misspelt name.
             if self._is_new and [path.name for path in self.path.iterdir()] == [_LOCK]:
                 shutil.rmtree(self.path, ignore_errors=True)
         with suppress(OSError):
             self._lock.release()
 
     def search_id(self, digest: str, *, is_fresh: bool) -> str:
-        """Return the ID of the search of this fingerprint that is to be resumed, or a new ID if `is_fresh`."""
+        """Return the ID of the last search with this fingerprint, to resume it, or a new ID if `is_fresh`."""
         prefix = f"{digest[:12]}-"
-        of_this = re.compile(re.escape(prefix) + r"([0-9]{1,9})")
-        numbers = [int(match[1]) for record in self.records() if (match := of_this.fullmatch(record.search_id))]
+        id_pattern = re.compile(re.escape(prefix) + r"([0-9]{1,9})")
+        numbers = [int(match[1]) for record in self.records() if (match := id_pattern.fullmatch(record.search_id))]
         return f"{prefix}{max(numbers, default=0) + 1 if is_fresh else max(numbers, default=1)}"
 
     def records(self, search_id: str | None = None) -> list[Record]:
-        """Return the records of one search, or of all, without a last line that is still being written."""
+        """Return the records of one search, or of all if `search_id` is None, without an incomplete last line."""
         try:
             lines = read_file(self._outcomes_path).rpartition(b"\n")[0].splitlines()
         except FileNotFoundError:
@@ -108,22 +110,22 @@ class StudyFolder:
         return [r for r in records if search_id is None or r.search_id == search_id]
 
     def _record(self, line: bytes, number: int) -> Record:
-        place = f"{self._outcomes_path} line {number}"
+        location = f"{self._outcomes_path} line {number}"
         try:
-            found = decode(line, _Format).format
-            if found > RECORD_FORMAT:
+            line_format = decode(line, _Format).format
+            if line_format > RECORD_FORMAT:
                 raise FormatError(
-                    f"{place} has format {found}; this version reads up to {RECORD_FORMAT}.",
+                    f"{location} has format {line_format}; this version reads up to {RECORD_FORMAT}.",
                     "Upgrade autotune_amp, or give this search another name with --study.",
                 )
             return decode(line, Record)
         except msgspec.MsgspecError as error:
             raise FormatError(
-                f"{place} is damaged: {error}.", "Remove that line, or give this search another name with --study."
+                f"{location} is damaged: {error}.", "Remove that line, or give this search another name with --study."
             ) from error
 
     def append(self, record: Record) -> None:
-        """Add one line and wait for the disk: a kill at any moment loses at most the trial in flight."""
+        """Append a record and wait for the disk, so that a kill loses at most the running trial."""
         try:
             with open(self._outcomes_path, "ab", opener=open_regular) as file:
                 file.write(msgspec.json.encode(record) + b"\n")
@@ -132,11 +134,11 @@ class StudyFolder:
         except OSError as error:
             raise StudyError(
                 f"{self._outcomes_path} cannot be written: {cause(error)}.",
-                "Free some space, or choose another folder with --out; what is there stays valid.",
+                "Free some space, or choose another folder with --out; the existing records stay valid.",
             ) from error
 
     def save(self, recommendation: Recommendation) -> Recommendation:
-        """Write recommendation.json atomically, and a command's settings files. Return what was written."""
+        """Write recommendation.json atomically, and a command's settings files. Return the saved recommendation."""
         line = recommendation.command_template
         if line is not None:
             _, command = recommendation.recommended_command(self.path)

@@ -1,7 +1,7 @@
-"""Recommendations that an Optuna storage keeps for others who use it, found by fingerprint.
+"""Recommendations that users of an Optuna storage share, found by fingerprint.
 
-The recommendations for one code on one device model are attributes of a study without trials, one for each kind of
-request. They are read as data: command, options and target of a returned recommendation are the reader's own.
+The recommendations for the same code on the same device model are attributes of a study without trials, one for each
+set of options. They are read as data only: the command and target are never taken from another user.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from autotune_amp.core.hardware import LEAST_MEMORY_SHARE
 from autotune_amp.core.recommendation import FORMAT, Fingerprint, Recommendation
 from autotune_amp.search.storage.database import attributes, set_attribute
 
-_MIN_HIDDEN = 8  # least length of a word of the command to hide: shorter words may be ours, such as bf16
+_MIN_HIDDEN = 8  # minimum length of a word of the command to hide: shorter ones may be our own, such as bf16
 
-# Parts of a fingerprint that differ between devices of one model. Memory is compared separately: no two hosts have the
-# same to the byte.
+# Parts of a fingerprint that differ between devices of one model. Memory is compared separately, since hosts differ by
+# a few bytes.
 _OF_ONE_DEVICE = ("device uuid", "device index", "device total_memory_bytes")
 
 
@@ -38,58 +38,61 @@ class SharedRecommendation(NamedTuple):
 
     @property
     def origin(self) -> str:
-        """Return where and when it was measured, in words."""
+        """Return the host and date of the measurement as text."""
         return f"on {self.host}, {self.time[:10]}"
 
 
-def answers(storage: str, fingerprint: Fingerprint) -> list[SharedRecommendation]:
-    """Return the recommendations for the same code on a device of the same model, the latest first. Raises
-    `StudyError`.
+def shared_recommendations(storage: str, fingerprint: Fingerprint) -> list[SharedRecommendation]:
+    """Return the recommendations for the same code on a device of the same model, the latest first.
 
-    Those in a format that this version cannot read are left out.
+    Those in a format that this version cannot read are left out. Raises `StudyError` if the storage fails.
     """
-    found = []
-    for kind, kept in attributes(storage, _name(fingerprint)).items():
+    recommendations = []
+    for kind, stored in attributes(storage, _study_name(fingerprint)).items():
         try:
-            recommendation = decode(kept["recommendation"], Recommendation)
+            recommendation = decode(stored["recommendation"], Recommendation)
         except (msgspec.MsgspecError, KeyError, TypeError):
             continue
         if recommendation.format <= FORMAT:
-            found.append(SharedRecommendation(kind, str(kept.get("host")), str(kept.get("time")), recommendation))
-    return sorted(found, key=lambda answer: answer.time, reverse=True)
+            recommendations.append(
+                SharedRecommendation(kind, str(stored.get("host")), str(stored.get("time")), recommendation)
+            )
+    return sorted(recommendations, key=lambda answer: answer.time, reverse=True)
 
 
-def answer_for(answers: list[SharedRecommendation], fingerprint: Fingerprint) -> SharedRecommendation | None:
-    """Return the answer that holds for the same request on another host of the same kind, or None. Pure."""
+def matching_recommendation(
+    shared: list[SharedRecommendation], fingerprint: Fingerprint
+) -> SharedRecommendation | None:
+    """Return the recommendation for the same request on a device with enough memory for it, or None. Pure."""
     memory_bytes = int(fingerprint.parts["device total_memory_bytes"].removeprefix("="))
-    kind = _digest(_kind(fingerprint))
-    for answer in answers:
-        measured_with = answer.recommendation.hardware.identity.total_memory_bytes
-        if answer.kind == kind and memory_bytes >= LEAST_MEMORY_SHARE * measured_with:
-            return answer
+    kind = _digest(_request_parts(fingerprint))
+    for candidate in shared:
+        measured_memory_bytes = candidate.recommendation.hardware.identity.total_memory_bytes
+        if candidate.kind == kind and memory_bytes >= LEAST_MEMORY_SHARE * measured_memory_bytes:
+            return candidate
     return None
 
 
-def keep(storage: str, recommendation: Recommendation) -> None:
-    """Store the recommendation of a finished search for others, without its command. Raises `StudyError`."""
-    found = recommendation.fingerprint
-    kept = {
+def store_recommendation(storage: str, recommendation: Recommendation) -> None:
+    """Share the recommendation of a finished search, without its command. Raises `StudyError` if the storage fails."""
+    fingerprint = recommendation.fingerprint
+    stored = {
         "host": platform.node(),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "recommendation": _without_command(recommendation).to_json(),
     }
-    set_attribute(storage, _name(found), _digest(_kind(found)), kept)
+    set_attribute(storage, _study_name(fingerprint), _digest(_request_parts(fingerprint)), stored)
 
 
 def _without_command(recommendation: Recommendation) -> Recommendation:
-    """Return the recommendation without its target, command and settings files, which may hold secrets.
+    """Return the recommendation without its target, command and settings files, which may contain secrets.
 
-    Words of theirs of at least `_MIN_HIDDEN` characters are hidden in its sentences too.
+    Their words of at least `_MIN_HIDDEN` characters are also hidden in its sentences.
     """
     line, target = recommendation.command_template, recommendation.target
     texts = [] if line is None else [*line.arguments, *line.values.values(), *line.files, *line.files.values()]
-    said = [*texts, *([] if target is None else [target])]
-    words = {word for text in said for word in (text, *text.split(), *re.split(r"[\s=:,'\"]+", text))}
+    secrets = [*texts, *([] if target is None else [target])]
+    words = {word for text in secrets for word in (text, *text.split(), *re.split(r"[\s=:,'\"]+", text))}
     hidden = sorted((word for word in words if len(word) >= _MIN_HIDDEN), key=len, reverse=True)
     bare = replace(
         recommendation,
@@ -99,29 +102,30 @@ def _without_command(recommendation: Recommendation) -> Recommendation:
         fingerprint=replace(recommendation.fingerprint, parts={}, unknown=()),
         workload=recommendation.workload and replace(recommendation.workload, loader=None),
     )
-    return msgspec.convert(_hiding(msgspec.to_builtins(bare), hidden), Recommendation)
+    return msgspec.convert(_with_words_hidden(msgspec.to_builtins(bare), hidden), Recommendation)
 
 
-def _hiding(value: Any, words: Sequence[str]) -> Any:
-    """Return plain data with `words` hidden in its sentences; strings without a blank are names or numbers."""
+def _with_words_hidden(value: Any, words: Sequence[str]) -> Any:
+    """Return plain data with `words` hidden in its sentences. Strings without a space are names, and unchanged."""
     if isinstance(value, dict):
-        return {name: _hiding(each, words) for name, each in value.items()}
+        return {name: _with_words_hidden(each, words) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_hiding(each, words) for each in value]
+        return [_with_words_hidden(each, words) for each in value]
     if isinstance(value, str) and " " in value:
         for word in words:
             value = value.replace(word, "...")
     return value
 
 
-def _kind(fingerprint: Fingerprint) -> dict[str, str]:
+def _request_parts(fingerprint: Fingerprint) -> dict[str, str]:
+    """Return the fingerprint's parts that are equal on all devices of one model."""
     return {name: part for name, part in fingerprint.parts.items() if name not in _OF_ONE_DEVICE}
 
 
-def _name(fingerprint: Fingerprint) -> str:
-    """Return the name of the study that keeps the recommendations for the same code, whatever the options."""
-    alike = {name: part for name, part in _kind(fingerprint).items() if not name.startswith("option ")}
-    return f"answers-{_digest(alike)}"
+def _study_name(fingerprint: Fingerprint) -> str:
+    """Return the name of the study with the recommendations for the same code, for any options."""
+    parts = {name: part for name, part in _request_parts(fingerprint).items() if not name.startswith("option ")}
+    return f"answers-{_digest(parts)}"
 
 
 def _digest(parts: dict[str, str]) -> str:

@@ -1,12 +1,12 @@
-"""Optuna study of a search. Optuna is imported here and in `database` alone.
+"""Optuna study of a search. Only this module and `database` import Optuna.
 
-The throughput model (`stages.throughput_model`) decides what to try. A trial's parameters are the dimensions of the
-space (numbers on a log scale: the range of an int may change later, a category may not), for trials on the winner also
-the further dimensions and, under fp16, `init_scale` and `growth_interval`. TPE suggests those two, and each pair is
-replayed on one measurement. A trial that somebody enqueued is snapped to the nearest legal setting. User attributes
-hold the rest for optuna-dashboard; they are few, since each is a commit.
+The throughput model (`stages.throughput_model`) decides which setting to try. A trial's parameters are the dimensions
+of the space (numbers are ints on a log scale, whose range may change later, unlike a categorical's values), for trials
+on the leader also the further dimensions and, under fp16, `init_scale` and `growth_interval`. TPE suggests those two,
+and each pair is replayed on one measurement. A trial that a user enqueued is moved to the nearest setting of the space.
+User attributes hold further values for optuna-dashboard; they are few, since each takes a commit.
 
-The ledger has all of it: a search continues without a storage that is away, and sends everything once it is back.
+The ledger holds all results: a search continues if the storage fails, and sends them once it can be reached again.
 """
 
 from __future__ import annotations
@@ -32,23 +32,30 @@ from autotune_amp.dimensions.dimension import Dimension
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.loss_scales import DEFAULT_PAIR, LOG2_INIT_SCALES, Pair, scales_of, snapped
-from autotune_amp.search.storage.database import FAILURES, connected, load_study, quiet, storage_errors, study_error
+from autotune_amp.search.loss_scales import DEFAULT_PAIR, LOG2_INIT_SCALES, Pair, nearest_power_of_two, scales_of
+from autotune_amp.search.storage.database import (
+    STORAGE_ERRORS,
+    load_study,
+    open_storage,
+    optuna_log_silenced,
+    storage_errors,
+    study_error,
+)
 
-OF_THE_SPACE = tuple(dimension for dimension in DIMENSIONS if dimension.found_by == "curves")
+SPACE_DIMENSIONS = tuple(dimension for dimension in DIMENSIONS if dimension.found_by == "curves")
 GROWTH_INTERVALS = (10, 20_000)
 
-# A sampler learns from a violated constraint and ignores a trial told as FAIL (studies/README.md).
+# Name of the constraint that failed settings violate. A sampler learns from it, but ignores a trial with the state FAIL
+# (studies/README.md).
 _RUNS = "runs"
 
-AWAY_SECONDS = 10.0  # between two tries to reach a storage that is away
+AWAY_SECONDS = 10.0  # between two attempts to reach a storage that failed
 
 
 class StudyTrial(NamedTuple):
-    """Trial to run with `setting`, to be passed to `Study.tell`; under fp16 with `pair`, an init_scale and
-    growth_interval.
+    """Trial of `setting` returned by `Study.ask`, to be passed to `Study.tell`.
 
-    `trial` is None if the storage is away.
+    `pair` is the init_scale and growth_interval under fp16. `trial` is None if the storage cannot be reached.
     """
 
     setting: Setting
@@ -59,8 +66,8 @@ class StudyTrial(NamedTuple):
 class Study:
     """Study of one search in an Optuna storage, used inside ``with Study.open(...)`` from one thread.
 
-    If the storage fails later, `note` is called and the search continues without it; `catch_up` tries it again every
-    `AWAY_SECONDS`.
+    If the storage fails later, `note` is called with a message and the search continues; `catch_up` tries to reach it
+    every `AWAY_SECONDS`.
     """
 
     def __init__(
@@ -74,19 +81,19 @@ class Study:
         self._storage = storage
         self._load = load
         self._note = note
-        self._away_since: float | None = None  # the time of its failure or of the last attempt to reach it
+        self._away_since: float | None = None  # monotonic time of the failure or of the last attempt to reach it
         self._ledger = ledger
-        self._asked: list[StudyTrial] = []  # asked and not told yet
+        self._open_trials: list[StudyTrial] = []  # trials returned by `ask` and not finished by `tell`
         self._legal = (*space.candidates, space.baseline)
         tried = (*self._legal, *(FP8_RECIPE.on(space.baseline, v) for v in space.variants.get(FP8_RECIPE.name, ())))
-        self._distributions = {dimension.name: _distribution(dimension, tried) for dimension in OF_THE_SPACE}
-        # Parameters of only those trials that have a non-default value of a further dimension.
-        self._further: dict[str, BaseDistribution] = {
+        self._distributions = {dimension.name: _distribution(dimension, tried) for dimension in SPACE_DIMENSIONS}
+        # Only trials with a non-default value of a further dimension have these parameters.
+        self._variant_distributions: dict[str, BaseDistribution] = {
             name: CategoricalDistribution(tuple(dict.fromkeys((variant.default, *values))))
             for name, variant in VARIANTS.items()
             if (values := space.variants.get(name, ()))
         }
-        self._attach()
+        self._load_from_storage()
 
     @classmethod
     @contextlib.contextmanager
@@ -100,19 +107,18 @@ class Study:
         seed: int = 0,
         note: Callable[[str], None] = lambda _: None,
     ) -> Iterator[Study]:
-        """Create the study of a search, or resume it. `storage` is an Optuna storage URL, or the path of the search's
-        own file.
+        """Create or resume the study of a search. `storage` is an Optuna storage URL or the path of the search's file.
 
         The study belongs to the ledger's `search_id` and to `owner`, the search's folder. It is called `name`, or
-        `name-search_id` and so on if another search has that name, whose measurements must not steer this one. Trials
-        that a killed search left running are marked as failed, and the ledger's trials that the study lacks are added.
-        Raises `StudyError`, naming the storage without its password, if it cannot be used.
+        `name-search_id` and so on if another search has that name, since its measurements must not affect this one.
+        Trials that a killed search left running are marked as failed, and the ledger's trials that the study lacks are
+        added. Raises `StudyError` if the storage cannot be used.
         """
-        with quiet(), connected(storage) as database:
+        with optuna_log_silenced(), open_storage(storage) as database:
 
             def load() -> optuna.Study:
                 study = load_study(database, name, ledger.search_id, owner)
-                study.sampler = TPESampler(seed=seed + len(study.trials))  # a resumed search must draw other values
+                study.sampler = TPESampler(seed=seed + len(study.trials))  # a resumed search must suggest other values
                 return study
 
             with storage_errors(storage):
@@ -128,140 +134,153 @@ class Study:
     def ask(self, setting: Setting, pair: Pair | None = DEFAULT_PAIR) -> StudyTrial:
         """Return a trial of `setting`, under fp16 with `pair`; TPE suggests the pair if it is None.
 
-        A trial that somebody enqueued through the dashboard comes first, snapped to the nearest legal setting, so run
-        the setting that is returned. Raises `StudyError` if such a trial cannot be read, and `ValueError` for a setting
-        outside the space, which would leave a running trial behind.
+        A trial that a user enqueued through the dashboard comes first, moved to the nearest setting of the space, so
+        run the setting that is returned. Raises `StudyError` if such a trial cannot be read, and `ValueError` for a
+        setting outside the space.
         """
         if not self._is_legal(setting):
             raise ValueError(f"{setting} is not in the space.")
-        with self._going_on():
-            if self.is_there:
-                self._asked.append(self._ask(setting, pair))
-                return self._asked[-1]
+        with self._surviving_failure():
+            if self.is_reachable:
+                self._open_trials.append(self._ask(setting, pair))
+                return self._open_trials[-1]
         return StudyTrial(setting, None, pair)
 
     def _ask(self, setting: Setting, pair: Pair | None) -> StudyTrial:
-        further = self._further if setting.active_variants else {}
+        further = self._variant_distributions if setting.active_variants else {}
         parameters = _parameters(setting, pair) | {name: getattr(setting, name) for name in further}
-        self._study.enqueue_trial(parameters, user_attrs=_described(setting))
+        self._study.enqueue_trial(parameters, user_attrs=_initial_attributes(setting))
         try:
             trial = self._study.ask(self._distributions | further)
         except ValueError as error:
-            what = f"A trial that somebody enqueued in study {self.name} cannot be run: {error}."
-            raise StudyError(what, "The same command again goes on without that trial.") from error
-        asked_for = {dimension.name: trial.params[dimension.name] for dimension in OF_THE_SPACE}
-        suggested = None
-        if MODES[asked_for["precision"]].takes_scaler:
+            message = f"A trial that was enqueued in study {self.name} cannot be run: {error}."
+            raise StudyError(message, "Run the same command again to continue without that trial.") from error
+        suggested_parameters = {dimension.name: trial.params[dimension.name] for dimension in SPACE_DIMENSIONS}
+        suggested_pair = None
+        if MODES[suggested_parameters["precision"]].takes_scaler:
             low, high = (2.0**log2_scale for log2_scale in LOG2_INIT_SCALES)
             init_scale = trial.suggest_float("init_scale", low, high, log=True)
-            suggested = snapped(init_scale), trial.suggest_int("growth_interval", *GROWTH_INTERVALS, log=True)
-        if asked_for != _parameters(setting, None):
-            setting = self._nearest(asked_for)
-            _set_attributes(trial, _described(setting))
-        return StudyTrial(setting, trial, suggested)
+            suggested_pair = (
+                nearest_power_of_two(init_scale),
+                trial.suggest_int("growth_interval", *GROWTH_INTERVALS, log=True),
+            )
+        if suggested_parameters != _parameters(setting, None):
+            setting = self._nearest(suggested_parameters)
+            _set_attributes(trial, _initial_attributes(setting))
+        return StudyTrial(setting, trial, suggested_pair)
 
-    def tell(self, asked: StudyTrial, outcome: Outcome, *, number: int | None = None, slot: str | None = None) -> None:
-        """Finish a trial with its applied samples per second, or with the reason that there are none.
+    def tell(
+        self, study_trial: StudyTrial, outcome: Outcome, *, number: int | None = None, slot: str | None = None
+    ) -> None:
+        """Finish a trial with its samples per second that reach the optimizer, or with the reason of its failure.
 
-        `number` is that of its record, which is written before; None if the outcome was known already. `slot` is the
-        slot it ran on, if there are several. A failure becomes a pruned trial with a violated constraint, never a
-        failed trial: samplers learn from a constraint.
+        `number` is that of its record, which was saved before; None for another pair on the same outcome. `slot` is
+        the name of its slot, if there are several. A failure becomes a pruned trial with a violated constraint, not a
+        failed trial, since samplers learn from a constraint.
         """
-        self._asked = [other for other in self._asked if other is not asked]
-        outcome, replay = self._ledger.judged(asked.setting, outcome, asked.pair)
-        with self._going_on():
-            if asked.trial is None or not self.is_there:
+        self._open_trials = [other for other in self._open_trials if other is not study_trial]
+        outcome, replay = self._ledger.outcome_with_pair(study_trial.setting, outcome, study_trial.pair)
+        with self._surviving_failure():
+            if study_trial.trial is None or not self.is_reachable:
                 return
-            where = {} if slot is None else {"slot": slot}
+            slot_attribute = {} if slot is None else {"slot": slot}
             is_own = isinstance(self._storage, Path)
-            _set_attributes(asked.trial, _explained(outcome, number, asked.pair, replay, is_own=is_own) | where)
+            _set_attributes(
+                study_trial.trial,
+                _result_attributes(outcome, number, study_trial.pair, replay, is_own=is_own) | slot_attribute,
+            )
             if isinstance(outcome, Measurement):
                 share = 1.0 if replay is None else replay.applied_share
-                self._study.tell(asked.trial, share * outcome.samples_per_second)
+                self._study.tell(study_trial.trial, share * outcome.samples_per_second)
             else:
-                asked.trial.set_constraint(_RUNS, 1.0)
-                self._study.tell(asked.trial, state=TrialState.PRUNED)
+                study_trial.trial.set_constraint(_RUNS, 1.0)
+                self._study.tell(study_trial.trial, state=TrialState.PRUNED)
 
     def catch_up(self, ledger: Ledger, *, is_over: bool = False) -> None:
-        """Tell the study every trial of the ledger that it lacks, and the replays of the first pairs of each
-        calibration.
+        """Add to the study the ledger's trials that it lacks, and replays of the initial pairs of each calibration.
 
-        An fp16 trial that awaits calibration is told after it, or when the search `is_over`.
+        An fp16 trial that awaits calibration is added after it, or when the search `is_over`.
         """
         self._ledger = ledger
         if self._away_since is not None and (is_over or time.monotonic() > self._away_since + AWAY_SECONDS):
-            with self._going_on():
-                self._attach()
+            with self._surviving_failure():
+                self._load_from_storage()
                 self._away_since = None
-                self._note("The study's storage is there again.")
+                self._note("The study's storage can be reached again.")
         for record in ledger.records:
             setting, outcome = record.candidate, record.outcome
-            is_due = record.purpose == "search" and record.number not in self._told and self._is_legal(setting)
+            is_due = (
+                record.purpose == "search" and record.number not in self._finished_numbers and self._is_legal(setting)
+            )
             if is_due and (is_over or not ledger.awaits_calibration(setting)):
-                assert isinstance(outcome, (Measurement, Failure)), "a check is no trial"
-                ours = (asked for asked in self._asked if asked.setting == setting)
-                asked = next(ours, None) or self.ask(setting)
-                self.tell(asked, outcome, number=record.number, slot=record.slot)
-                self._told.add(record.number)
+                assert isinstance(outcome, (Measurement, Failure)), "a check is not a trial"
+                matching_trials = (study_trial for study_trial in self._open_trials if study_trial.setting == setting)
+                study_trial = next(matching_trials, None) or self.ask(setting)
+                self.tell(study_trial, outcome, number=record.number, slot=record.slot)
+                self._finished_numbers.add(record.number)
             if record.purpose == "calibration" and setting not in self._calibrated:
                 self._calibrated.add(setting)
-                self.suggest_pairs(setting, 0, lambda: 0.0)  # the initial ones alone
+                self.suggest_pairs(setting, 0, lambda: 0.0)  # only the initial ones
 
     @property
-    def is_there(self) -> bool:
+    def is_reachable(self) -> bool:
         """Whether the storage could be reached when it was last used."""
         return self._away_since is None
 
     @contextlib.contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """Suppress a failure of the storage inside and mark the storage as away."""
+    def _surviving_failure(self) -> Iterator[None]:
+        """Suppress a failure of the storage in the block, note it, and mark the storage as not reachable."""
         try:
             yield
-        except FAILURES as error:
-            if self.is_there:
-                self._note(f"{study_error(self._storage, error).message} The search goes on, and tells it later.")
+        except STORAGE_ERRORS as error:
+            if self.is_reachable:
+                self._note(
+                    f"{study_error(self._storage, error).message} The search continues and sends its results later."
+                )
             self._away_since = time.monotonic()
 
-    def _attach(self) -> None:
-        """Load the study as a resumed search does, from the trials that it has."""
+    def _load_from_storage(self) -> None:
+        """Load the study and the state of this object that follows from its trials."""
         self._study = self._load()
-        self._asked = []
+        self._open_trials = []
         self._calibrated: set[Setting] = set()
-        self._fail_left_behind()
+        self._fail_interrupted_trials()
         finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-        self._told = {t.user_attrs["record"] for t in finished if "record" in t.user_attrs}  # numbers of its records
+        # Numbers of the records in the study.
+        self._finished_numbers = {t.user_attrs["record"] for t in finished if "record" in t.user_attrs}
 
     def suggest_pairs(self, setting: Setting, num_pairs: int, left_seconds: Callable[[], float]) -> None:
-        """Tell the study the initial pairs of a calibrated setting that it lacks, then let the sampler suggest more
-        until it has `num_pairs` or no time is left. Without a safe scale do nothing.
+        """Replay the initial pairs of a calibrated setting, then pairs that the sampler suggests, and add the results.
+
+        Stop at `num_pairs` pairs in the study, or once `left_seconds()` is 0. Without a safe scale do nothing.
         """
         scales, outcome = scales_of(self._ledger.scales, setting), self._ledger.outcomes.get(setting)
         if scales is None or scales.refusal is not None or outcome is None:
             return
-        known = self.pairs(setting)
-        for pair in known:  # a resumed search counts earlier pairs
+        finished_pairs = self.pairs(setting)
+        for pair in finished_pairs:  # of a resumed search
             self._ledger.replay(setting, pair)
-        seeds = [pair for pair in scales.seeds if pair not in known]
+        seeds = [pair for pair in scales.seeds if pair not in finished_pairs]
         for pair in seeds:
             self.tell(self.ask(setting, pair), outcome)
-        for _ in range(num_pairs - len(known) - len(seeds)):
-            if left_seconds() <= 0 or not self.is_there:
+        for _ in range(num_pairs - len(finished_pairs) - len(seeds)):
+            if left_seconds() <= 0 or not self.is_reachable:
                 return
             self.tell(self.ask(setting, None), outcome)
 
     def pairs(self, setting: Setting) -> list[Pair]:
-        """Return the pairs of an fp16 setting that the study has results for, in order."""
+        """Return the pairs of an fp16 setting with results in the study, in order."""
         finished: Sequence[optuna.trial.FrozenTrial] = ()
-        with self._going_on():
-            if self.is_there:
+        with self._surviving_failure():
+            if self.is_reachable:
                 finished = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        wanted = _described(setting)
-        answered = (t for t in finished if "applied_share" in t.user_attrs)
-        ours = [t for t in answered if all(t.user_attrs.get(key) == wanted[key] for key in wanted)]
-        return [(snapped(t.params["init_scale"]), t.params["growth_interval"]) for t in ours]
+        attributes = _initial_attributes(setting)
+        replayed = (t for t in finished if "applied_share" in t.user_attrs)
+        trials = [t for t in replayed if all(t.user_attrs.get(key) == attributes[key] for key in attributes)]
+        return [(nearest_power_of_two(t.params["init_scale"]), t.params["growth_interval"]) for t in trials]
 
     def _nearest(self, parameters: dict[str, Any]) -> Setting:
-        """Return the legal candidate nearest to `parameters`, preferring strict flags to the user's own."""
+        """Return the setting of the space nearest to `parameters`, preferring strict flags to the user's own."""
 
         def distance(name: str, value: Any) -> float:
             if isinstance(value, int):
@@ -272,16 +291,19 @@ class Study:
             self._legal, key=lambda c: (sum(distance(name, getattr(c, name)) for name in parameters), c.as_found)
         )
 
-    def _fail_left_behind(self) -> None:
-        """Mark trials left running by a killed search as failed; only `study.optimize` has heartbeats."""
-        for left in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            if "candidate" in left.user_attrs:  # trials enqueued by somebody are still to be run
-                self._study._storage.set_trial_state_values(left._trial_id, TrialState.RUNNING)  # to be told
-        for left in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            trial = optuna.Trial(self._study, left._trial_id)
+    def _fail_interrupted_trials(self) -> None:
+        """Mark trials that a killed search left running as failed, since Optuna does so only in `study.optimize`."""
+        for interrupted in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            if "candidate" in interrupted.user_attrs:  # a trial that a user enqueued is still to be run
+                # Only a running trial can be finished.
+                self._study._storage.set_trial_state_values(interrupted._trial_id, TrialState.RUNNING)
+        for interrupted in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            trial = optuna.Trial(self._study, interrupted._trial_id)
             trial.set_user_attr("failure", "interrupted")
-            trial.set_user_attr("reason", "the search was killed, or cut off from here, while this trial was running")
-            self._study.tell(left.number, state=TrialState.FAIL)
+            trial.set_user_attr(
+                "reason", "the search was killed, or lost its connection to the storage, while this trial was running"
+            )
+            self._study.tell(interrupted.number, state=TrialState.FAIL)
 
     def _is_legal(self, setting: Setting) -> bool:
         """Whether a setting is in the space, apart from pinned modules and further dimensions except workers."""
@@ -289,7 +311,7 @@ class Study:
 
 
 def _distribution(dimension: Dimension[Any], settings: Sequence[Setting]) -> BaseDistribution:
-    """Return the distribution over the values that the settings have in a dimension."""
+    """Return Optuna's distribution over the settings' values of a dimension."""
     values = sorted({getattr(setting, dimension.name) for setting in settings}, key=dimension.risk)
     if all(isinstance(value, int) for value in values):
         return IntDistribution(min(values), max(values), log=True)
@@ -303,37 +325,37 @@ def _set_attributes(owner: optuna.Trial | optuna.Study, attributes: dict[str, An
 
 def _parameters(setting: Setting, pair: Pair | None) -> dict[str, Any]:
     """Return the parameters of a setting's trial; without `pair` those of the loss scale are left out."""
-    found = {dimension.name: getattr(setting, dimension.name) for dimension in OF_THE_SPACE}
+    parameters = {dimension.name: getattr(setting, dimension.name) for dimension in SPACE_DIMENSIONS}
     if MODES[setting.precision].takes_scaler and pair is not None:
-        found["init_scale"], found["growth_interval"] = pair
-    return found
+        parameters["init_scale"], parameters["growth_interval"] = pair
+    return parameters
 
 
-def _described(setting: Setting) -> dict[str, Any]:
-    """Return the user attributes that are known when a trial begins."""
-    # The name gives only the number of pinned modules, which two sets may share.
+def _initial_attributes(setting: Setting) -> dict[str, Any]:
+    """Return the user attributes of a trial before it runs."""
+    # A setting's name has only the number of its pinned modules.
     pins = {"pinned_modules": list(setting.pinned_modules)} if setting.pinned_modules else {}
     return {"candidate": str(setting)} | pins
 
 
-def _explained(
+def _result_attributes(
     outcome: Outcome, number: int | None, pair: Pair | None, replay: Replay | None, *, is_own: bool
 ) -> dict[str, Any]:
     """Return the user attributes of a finished trial. `number` is that of its record.
 
     `is_own`: the storage is the search's own file.
     """
-    explained: dict[str, Any] = {} if number is None else {"record": number}
+    attributes: dict[str, Any] = {} if number is None else {"record": number}
     if isinstance(outcome, Failure):
-        # The message may quote the user's code, which others who use a storage must not read.
-        return explained | {"failure": outcome.kind} | ({"reason": outcome.message} if is_own else {})
-    if number is not None or pair is None:  # measurements are stored with the trial that measured them
-        explained |= {"step_seconds": outcome.step_seconds, "peak_memory_bytes": outcome.peak_memory_bytes}
+        # The message may quote the user's code, which other users of a shared storage must not see.
+        return attributes | {"failure": outcome.kind} | ({"reason": outcome.message} if is_own else {})
+    if number is not None or pair is None:  # only the trial that was run has these, not replays on its measurement
+        attributes |= {"step_seconds": outcome.step_seconds, "peak_memory_bytes": outcome.peak_memory_bytes}
     if outcome.was_cut:
-        explained["was_cut"] = True
+        attributes["was_cut"] = True
     if replay is not None and pair is not None:
         share, num_skips = replay.applied_share, replay.num_skips
-        explained |= {"snapped_init_scale": pair[0], "applied_share": share, "num_skips": num_skips}
+        attributes |= {"snapped_init_scale": pair[0], "applied_share": share, "num_skips": num_skips}
     elif pair is not None:
-        explained["is_calibrated"] = False  # the value is an upper bound
-    return explained
+        attributes["is_calibrated"] = False  # the value is an upper bound
+    return attributes

@@ -21,7 +21,7 @@ from autotune_amp.diagnostics.check import recording
 from autotune_amp.diagnostics.check.check_workload import run_workload_check
 from autotune_amp.diagnostics.check.child import report_on
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.source import live
+from autotune_amp.search.source import live_source
 from autotune_amp.trial.context import make_model
 
 SICK = """
@@ -164,7 +164,7 @@ def test_what_a_process_says_that_it_does_is_shown() -> None:
             assert slot is None
             heard.append(text)
 
-    run_workload_check(live(check_samples.workload(check_samples.identity)), Hears(), "cuda", None, 0)
+    run_workload_check(live_source(check_samples.workload(check_samples.identity)), Hears(), "cuda", None, 0)
     assert heard[:2] == ["building the model", "loading 2 samples"]
     assert heard[-1].endswith("the backward pass")
 

@@ -13,7 +13,7 @@ import torch
 from autotune_amp.core.outcome import Failure, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import rules
-from autotune_amp.search.ranking import found_fidelity
+from autotune_amp.search.ranking import fidelity_verdicts
 from autotune_amp.trial import failures
 from autotune_amp.trial.jobs import Check
 
@@ -34,7 +34,7 @@ UNKNOWN = Failure(kind="unsupported", message="RuntimeError: nothing that is kno
 
 def gate(failure: Failure) -> Any:
     record = Record(search_id="s", number=0, candidate=FP16, purpose="fidelity", outcome=failure, seconds=1.0)
-    (found,) = found_fidelity([record]).values()
+    (found,) = fidelity_verdicts([record]).values()
     return found
 
 

@@ -19,9 +19,9 @@ from autotune_amp.core.errors import StudyError
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.space import Space
-from autotune_amp.search.stages.explore import exploring
+from autotune_amp.search.stages.explore import exploration_stages
 from autotune_amp.search.storage import study as studies
-from autotune_amp.search.storage.database import connected
+from autotune_amp.search.storage.database import open_storage
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
 
@@ -59,7 +59,7 @@ def measured_alone(setting: Setting) -> Measurement:
 
 def told(url: str, name: str) -> list[FrozenTrial]:
     """What another reader sees of the trials that were run."""
-    with connected(url) as storage:
+    with open_storage(url) as storage:
         trials = optuna.load_study(study_name=name, storage=storage).get_trials(deepcopy=False)
     return [trial for trial in trials if "record" in trial.user_attrs]
 
@@ -81,7 +81,7 @@ class Searching(ScriptedSearch):
     def search(self, owner: str = "") -> str:
         """Explore; returns the study's name in the storage."""
         with Study.open(self.url, self.name, self.ledger, owner=owner, note=self.notes.append) as study:
-            for stage in exploring(study):
+            for stage in exploration_stages(study):
                 self.run(stage)
             self._before(-1)
             study.catch_up(self.ledger, is_over=True)
@@ -119,8 +119,8 @@ def test_a_connection_that_is_cut_for_a_while_loses_nothing(
     assert sorted(t.user_attrs["record"] for t in found) == search.numbers(), "nothing twice, nothing left out"
     first, last = search.notes
     assert postgresql.PASSWORD not in first
-    assert "goes on" in first
-    assert "there again" in last
+    assert "continues" in first
+    assert "reached again" in last
 
 
 def test_a_connection_that_stays_cut_does_not_end_the_search(server: postgresql.Server, wire: postgresql.Wire) -> None:
@@ -178,17 +178,17 @@ def test_what_is_away_is_tried_again_after_a_while(
         for seconds, is_there in ((5.0, False), (9.9, False), (10.1, True)):
             clock.return_value = seconds
             study.catch_up(search.ledger)
-            assert study.is_there == is_there
+            assert study.is_reachable == is_there
         wire.cut()
         study.tell(study.ask(SPACE.baseline), measured_alone(SPACE.baseline))
         for seconds in (21.0, 30.0, 70.0):
             clock.return_value = seconds
             study.catch_up(search.ledger)
-            assert not study.is_there
+            assert not study.is_reachable
         wire.mend()
         clock.return_value = 81.0
         study.catch_up(search.ledger)
-        assert study.is_there
+        assert study.is_reachable
 
 
 def test_a_wrong_password_is_an_error_that_does_not_show_it(server: postgresql.Server) -> None:

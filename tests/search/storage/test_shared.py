@@ -73,10 +73,10 @@ def found(finished: tuple[Recommendation, StudyFolder]) -> Recommendation:
 def test_an_answer_holds_for_the_same_request_on_a_machine_of_the_same_kind(
     url: str, found: Recommendation, changes: dict[str, str], holds: bool, is_like: bool
 ) -> None:
-    shared.keep(url, found)
+    shared.store_recommendation(url, found)
     now = fingerprint(**changes)
-    answers = shared.answers(url, now)
-    answer = shared.answer_for(answers, now)
+    answers = shared.shared_recommendations(url, now)
+    answer = shared.matching_recommendation(answers, now)
     assert (answer is not None, bool(answers)) == (holds, is_like)
     if answer is not None:
         bare = replace(found, command=None, fingerprint=replace(found.fingerprint, parts={}))
@@ -87,23 +87,29 @@ def test_an_answer_holds_for_the_same_request_on_a_machine_of_the_same_kind(
 def test_the_latest_of_a_request_is_kept_and_what_cannot_be_read_is_left_out(url: str, found: Recommendation) -> None:
     later = replace(found, reason="Measured once more.")
     for each in (found, later, replace(found, format=FORMAT + 1, fingerprint=fingerprint(option_trials="=4"))):
-        shared.keep(url, each)
-    name = shared._name(found.fingerprint)
+        shared.store_recommendation(url, each)
+    name = shared._study_name(found.fingerprint)
     set_attribute(url, name, "damaged", {"recommendation": "{"})
     set_attribute(url, name, "somebody-else-s", 3)
     assert len(attributes(url, name)) == 4
-    assert [answer.recommendation.reason for answer in shared.answers(url, found.fingerprint)] == [later.reason]
+    assert [answer.recommendation.reason for answer in shared.shared_recommendations(url, found.fingerprint)] == [
+        later.reason
+    ]
 
 
 def test_the_latest_answer_comes_first_whatever_was_kept_first(url: str, found: Recommendation) -> None:
     others = [replace(found, reason=str(n), fingerprint=fingerprint(option_trials=f"={n}")) for n in (1, 2, 3)]
-    name = shared._name(found.fingerprint)
+    name = shared._study_name(found.fingerprint)
     for other, time in zip(others, ("2026-03-01", "2026-05-01", "2026-04-01"), strict=True):
         before = attributes(url, name)
-        shared.keep(url, other)
+        shared.store_recommendation(url, other)
         ((kind, kept),) = [(kind, kept) for kind, kept in attributes(url, name).items() if kind not in before]
         set_attribute(url, name, kind, {**kept, "time": time})
-    assert [answer.recommendation.reason for answer in shared.answers(url, found.fingerprint)] == ["2", "3", "1"]
+    assert [answer.recommendation.reason for answer in shared.shared_recommendations(url, found.fingerprint)] == [
+        "2",
+        "3",
+        "1",
+    ]
 
 
 def asked(url: str, folder: Path, now: Fingerprint, **options: Any) -> tuple[Recommendation | None, Sequence[str]]:
@@ -113,14 +119,16 @@ def asked(url: str, folder: Path, now: Fingerprint, **options: Any) -> tuple[Rec
     request = replace(OPTIONS, storage=url, **options)
     there = StudyFolder(str(folder), "train")
     with there:
-        found = cache._shared_answer(source, request, there, progress, now)
+        found = cache._shared_recommendation(source, request, there, progress, now)
     return found, [call.args[0] for call in progress.note.call_args_list]
 
 
 def test_an_answer_of_another_host_is_saved_with_its_origin_and_runs_nothing_of_its_writer_s(
     url: str, found: Recommendation, tmp_path: Path
 ) -> None:
-    shared.keep(url, replace(found, command_template=CommandTemplate.of(["rm", "-rf", "{batch_size=4}"])))
+    shared.store_recommendation(
+        url, replace(found, command_template=CommandTemplate.of(["rm", "-rf", "{batch_size=4}"]))
+    )
     now = fingerprint(device_uuid="=GPU-2")
     answer, notes = asked(url, tmp_path, now)
     assert answer is not None
@@ -135,28 +143,28 @@ def test_an_answer_of_another_host_is_saved_with_its_origin_and_runs_nothing_of_
 
 
 def test_what_lacks_its_records_is_not_ranked_again(url: str, found: Recommendation, tmp_path: Path) -> None:
-    shared.keep(url, found)
+    shared.store_recommendation(url, found)
     now = fingerprint()
     answer, _ = asked(url, tmp_path, now)
     folder = StudyFolder(str(tmp_path), "train")
-    same = cache.cached_answer(folder.cached(), OPTIONS, folder, Mock(), now)
+    same = cache.cached_recommendation(folder.cached(), OPTIONS, folder, Mock(), now)
     assert answer is not None
     assert same is not None
     assert same.to_json() == answer.to_json()
-    assert cache.cached_answer(answer, replace(OPTIONS, objective="memory"), folder, Mock(), now) is None
+    assert cache.cached_recommendation(answer, replace(OPTIONS, objective="memory"), folder, Mock(), now) is None
 
 
 @pytest.mark.parametrize("changes", [{"objective": "memory"}, {"num_steps": 77}, {"storage": None}])
 def test_what_asks_for_another_ranking_or_no_storage_is_not_answered_so(
     url: str, found: Recommendation, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    shared.keep(url, found)
+    shared.store_recommendation(url, found)
     request: SearchOptions = replace(OPTIONS, **({"storage": url} | changes))
     now = fingerprint()
     there = StudyFolder(str(tmp_path), "train")
-    assert cache._shared_answer(Source("train.py:workload"), request, there, Mock(), now) is None
+    assert cache._shared_recommendation(Source("train.py:workload"), request, there, Mock(), now) is None
     unknown = replace(now, unknown=("a lambda",))
-    assert cache._shared_answer(Source("train.py:workload"), request, there, Mock(), unknown) is None
+    assert cache._shared_recommendation(Source("train.py:workload"), request, there, Mock(), unknown) is None
     assert not there.path.exists()
 
 
@@ -169,7 +177,7 @@ def test_nothing_of_the_command_its_files_and_its_target_is_kept(url: str, found
     )
     said = f"The command python private_script.py --token={token} read private.yaml ({token}-of-file)."
     assert found.workload is not None
-    shared.keep(
+    shared.store_recommendation(
         url,
         replace(
             found,

@@ -31,7 +31,7 @@ from autotune_amp.search.loss_scales import Pair
 from autotune_amp.search.space import Space
 from autotune_amp.search.storage import database
 from autotune_amp.search.storage import study as studies
-from autotune_amp.search.storage.database import connected
+from autotune_amp.search.storage.database import open_storage
 from autotune_amp.search.storage.study import Study
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
@@ -56,7 +56,7 @@ def record(number: int, candidate: Setting, outcome: Outcome, purpose: Purpose =
 class Judged(Ledger):
     """A quarter of the gradient is lost at every loss scale but 2^10; batch 100 was not calibrated."""
 
-    def judged(self, setting: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
+    def outcome_with_pair(self, setting: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
         if pair is None or isinstance(outcome, Failure) or setting.batch_size == 100:
             return outcome, None
         return outcome, Replay(3, 0, 1.0 if pair[0] == 1024 else 0.75, pair[0])
@@ -76,7 +76,7 @@ def file(tmp_path: Path) -> Path:
 
 def trials(file: Path) -> list[FrozenTrial]:
     """What another reader of the storage sees, as a dashboard would."""
-    with connected(f"sqlite:///{file}") as storage:
+    with open_storage(f"sqlite:///{file}") as storage:
         return optuna.load_study(study_name="demo", storage=storage).get_trials(deepcopy=False)
 
 
@@ -276,7 +276,7 @@ def test_a_search_goes_on_without_a_storage_that_breaks(file: Path) -> None:
             connection.execute("DROP TABLE trial_user_attributes")
         connection.close()
         study.tell(asked, measured())
-        assert not study.is_there
+        assert not study.is_reachable
         without = study.ask(at("fp32", 16))
         assert (without.setting, without.trial) == (at("fp32", 16), None)
         study.tell(without, measured())
@@ -296,7 +296,7 @@ def test_a_study_that_somebody_deletes_in_mid_search_is_made_anew(
     with Study.open(file, "demo", ledger, note=notes.append) as study:
         study.tell(study.ask(at("fp32", 8)), measured())
         asked = study.ask(at("fp32", 32))
-        with connected(file) as storage:
+        with open_storage(file) as storage:
             optuna.delete_study(study_name="demo", storage=storage)
         study.tell(asked, measured())
         ledger.append(record(1, at("fp32", 32), measured()))
