@@ -62,8 +62,7 @@ class Frozen:
             module.register_forward_pre_hook(lambda _, *given: in_fp32(given), with_kwargs=True)
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Capture the gradients in place of an optimizer step; if the step has a closure, after the closure's
-        passes.
+        """Capture the gradients in place of an optimizer step; if the step has a closure, after the closure's passes.
         """
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is None:

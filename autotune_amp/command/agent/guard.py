@@ -172,7 +172,8 @@ class _Guard:
 
     def _makes(self, path: str, *, is_folder: bool = False) -> None:
         """Note a path as the trial's own, if it does not exist yet: every folder, since others may make some beside it
-        in the same one, and files that no noted folder stands for."""
+        in the same one, and files that no noted folder stands for.
+        """
         if self._is_free(path) or os.path.lexists(path):
             return
         is_data = _is_cache(os.path.relpath(path, self._here)) or _is_data()
@@ -207,8 +208,7 @@ class _Guard:
             os._exit(REFUSED)
 
     def watch_updating(self) -> None:
-        """Hook into ``open`` so that a file opened for update may be read: it is checked when it is first
-        written to.
+        """Hook into ``open`` so that a file opened for update may be read: it is checked when it is first written to.
         """
         original = io.open
 
@@ -299,8 +299,7 @@ class _Guard:
         sqlite.connect = guarded
 
     def watch_hub(self, hub: Any) -> None:
-        """Hook into the functions that make a repository or a commit on the Hugging Face Hub, which every
-        upload does.
+        """Hook into the functions that make a repository or a commit on the Hugging Face Hub, which every upload does.
         """
 
         def uploads(repo_id: Any, *_: Any, **__: Any) -> None:
@@ -317,8 +316,7 @@ def _is_cache(path: str) -> bool:
 
 
 def _is_data() -> bool:
-    """Whether data are about to be written: the caller is one of torch's dataset classes or a library that
-    downloads.
+    """Whether data are about to be written: the caller is one of torch's dataset classes or a library that downloads.
     """
     for frame in where.frames(2):
         code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
@@ -417,8 +415,7 @@ def _followed(path: Any) -> str:
 
 
 def _named(path: Any, folder: int = -1) -> str:
-    """Return the absolute path without following a link that it names; relative to the open folder `folder` if
-    given.
+    """Return the absolute path without following a link that it names; relative to the open folder `folder` if given.
     """
     name = os.fsdecode(path).rstrip(os.sep)
     if folder is not None and folder >= 0:
@@ -428,8 +425,7 @@ def _named(path: Any, folder: int = -1) -> str:
 
 
 def _database_file(database: Any) -> str:
-    """Return the file of an argument to ``sqlite3.connect``, "" for a database in memory and for an invalid
-    argument.
+    """Return the file of an argument to ``sqlite3.connect``, "" for a database in memory and for an invalid argument.
     """
     if not isinstance(database, (str, bytes, os.PathLike)):
         return ""

@@ -71,7 +71,7 @@ class Observer:
         self._num_compilations = 0
         self._peak_bytes: int | None = None
         self.modules: dict[int, Any] = {}  # outermost modules that have run in training: weak references by id
-        channel.now_and_then = channel.shield(self._look)
+        channel.before_send = channel.shield(self._look)
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
@@ -115,8 +115,7 @@ class Observer:
         _watch_scaler(self)
 
     def _compiled(self, *_: Any) -> None:
-        """Count a compilation, also of a deferred backward pass; the counters of dynamo may be cleared by other
-        code.
+        """Count a compilation, also of a deferred backward pass; the counters of dynamo may be cleared by other code.
         """
         self._num_compilations += 1
 

@@ -1,5 +1,4 @@
-"""Observer of the passes behind a step: losses, backward passes, autocast regions, and inputs of the outermost
-modules.
+"""Observer of the passes behind a step: losses, backward passes, autocast regions, and inputs of the outermost modules.
 """
 
 from __future__ import annotations
