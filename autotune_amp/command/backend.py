@@ -89,7 +89,8 @@ class CommandBackend(WorkloadBackend):
 
     @property
     def abilities(self) -> frozenset[Ability]:
-        """Return the abilities: fidelity, judged by frozen pairs (gradients in two precisions, from the same weights).
+        """Return the abilities: fidelity, judged by frozen pairs (gradients in two precisions, from the same
+        weights).
         """
         return frozenset({"fidelity"})
 
@@ -114,7 +115,8 @@ class CommandBackend(WorkloadBackend):
         return self._local.open(device, num_threads, deadline_seconds)._replace(why_not_forked=None, ready_seconds=0.0)
 
     def submit(self, job: Job[Any], slot: Slot | None = None) -> Handle[Any]:  # noqa: ARG002 - there is one
-        """Run the command if the job trains, else pass the job to the local backend; return its handle. See `Backend`.
+        """Run the command if the job trains, else pass the job to the local backend; return its handle. See
+        `Backend`.
         """
         if isinstance(job, Describe):
             return Completed(self._describe(job))
@@ -378,7 +380,8 @@ class CommandBackend(WorkloadBackend):
             )
 
     def _require_time(self, job: Describe, heard: RunEvents, run_began: float, began: float) -> None:
-        """Raise `BudgetTooSmallError` if a search (a job that gives a baseline batch size) would end without a result.
+        """Raise `BudgetTooSmallError` if a search (a job that gives a baseline batch size) would end without
+        a result.
         """
         seconds = measure.foreseen_seconds(heard, run_began)
         if job.deadline_seconds is None or job.baseline_batch_size is None or seconds is None:
@@ -404,7 +407,8 @@ class CommandBackend(WorkloadBackend):
         return measured if problem is None else problem
 
     def _described_run(self, trial: Trial) -> CompletedRun | None:
-        """Return the run that described the command, if the trial would repeat it and is the first to do so; else None.
+        """Return the run that described the command, if the trial would repeat it and is the first to do so;
+        else None.
         """
         line, ran = self._described.pop(trial.candidate, (None, None))
         if ran is None or trial.environment or trial.seed or trial.purpose != "search" or line != self._command.line:

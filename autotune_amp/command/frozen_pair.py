@@ -1,4 +1,5 @@
-"""Job that compares the gradients of two frozen runs: files in, a verdict out. Importing this module imports no torch.
+"""Job that compares the gradients of two frozen runs: files in, a verdict out. Importing this module imports
+no torch.
 """
 
 from __future__ import annotations

@@ -153,7 +153,8 @@ def remembered(path: Path) -> tuple[str, ...]:
 
 
 def _state(path: Path) -> list[int] | None:
-    """Return a file's inode and modification time in nanoseconds, or a folder's inode; None if the path does not exist.
+    """Return a file's inode and modification time in nanoseconds, or a folder's inode; None if the path does
+    not exist.
     """
     try:
         found = path.lstat()

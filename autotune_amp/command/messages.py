@@ -59,7 +59,8 @@ class Optimizer(_OfRank, frozen=True, kw_only=True, tag="optimizer"):
 
 
 class Loader(AgentMessage, frozen=True, kw_only=True, tag="loader"):
-    """Message that a DataLoader was made: by `maker`, which is the same in every run, at `line` of the user's own code.
+    """Message that a DataLoader was made: by `maker`, which is the same in every run, at `line` of the user's
+    own code.
     """
 
     index: str
@@ -73,7 +74,8 @@ class Loader(AgentMessage, frozen=True, kw_only=True, tag="loader"):
 
 
 class Scaler(AgentMessage, frozen=True, kw_only=True, tag="scaler"):
-    """Message that a GradScaler was made; `maker` and `line` as in `Loader`. A scaler that is not enabled does nothing.
+    """Message that a GradScaler was made; `maker` and `line` as in `Loader`. A scaler that is not enabled
+    does nothing.
     """
 
     is_enabled: bool

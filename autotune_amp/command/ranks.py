@@ -81,7 +81,8 @@ class RunEvents:
 
     @property
     def lost(self) -> list[int]:
-        """Return the pids of the ranks that ended without an error or exit message, in the order in which they ended.
+        """Return the pids of the ranks that ended without an error or exit message, in the order in which
+        they ended.
         """
         pids = self.rank_by_pid.keys() - {message.pid for message in (*self.of(Error), *self.of(Exit))}
         return [message.pid for message in self.of(ConnectionClosed) if message.pid in pids]

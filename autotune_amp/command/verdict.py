@@ -95,7 +95,8 @@ def _of_refused(refused: Refused) -> Failure:
 
 
 def _is_fatal(heard: RunEvents, seen: RunState) -> bool:
-    """Whether an error ends the run: that of a rank does, that of a helper process only if the command ended with it.
+    """Whether an error ends the run: that of a rank does, that of a helper process only if the command ended
+    with it.
     """
     if seen.status is not None and (seen.status != 0 or not heard.ranks):
         return bool(heard.of(Error))
@@ -103,7 +104,8 @@ def _is_fatal(heard: RunEvents, seen: RunState) -> bool:
 
 
 def _of_errors(heard: RunEvents, seen: RunState) -> Iterator[Failure]:
-    """Yield the failure of each process that raised an error or was lost; that of a launcher only if there is no other.
+    """Yield the failure of each process that raised an error or was lost; that of a launcher only if there is
+    no other.
     """
     own = [error for error in heard.of(Error) if error.types[0] not in _LAUNCHERS_ERRORS]
     for error in own:
@@ -141,7 +143,8 @@ def _judged(evidence: RunEvidence) -> Failure:
 
 
 def _of_lost(heard: RunEvents, seen: RunState) -> Failure:
-    """Return the failure of a rank that ended without a message; its exit status is taken from the launcher's output.
+    """Return the failure of a rank that ended without a message; its exit status is taken from the launcher's
+    output.
     """
     pid = heard.lost[0]
     by_launcher = re.search(rf"exitcode:? *(-?\d+)\)? .*\(pid: {pid}\)", seen.printed)
@@ -234,7 +237,8 @@ def _heard_ranks(heard: RunEvents) -> str:
 
 
 def _stacks(heard: RunEvents, first: list[int]) -> str:
-    """Return the stacks of the ranks, those in `first` at the top; without ranks, of all processes that imported torch.
+    """Return the stacks of the ranks, those in `first` at the top; without ranks, of all processes that
+    imported torch.
     """
     pids = heard.rank_by_pid or {torch.pid: 0 for torch in heard.of(Torch)}
     found = [stack for stack in heard.of(Stack) if stack.pid in pids]

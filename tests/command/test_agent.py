@@ -419,7 +419,7 @@ def test_the_memory_that_is_left_is_told_with_an_error(monkeypatch: pytest.Monke
 
 def test_a_loss_on_an_accelerator_is_kept_there_until_a_step_is_settled() -> None:
     loss = Mock(device=torch.device("cuda"))
-    kept = passes._kept(loss)
+    kept = passes._readable_later(loss)
     assert kept is loss.detach().clone()
     assert not loss.item.called
 

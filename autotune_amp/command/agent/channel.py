@@ -55,7 +55,8 @@ class Channel:
             self._start_listening(self._socket)
 
     def end(self) -> None:
-        """Stop the sending thread before Python shuts down: a thread that runs during shutdown can crash the process.
+        """Stop the sending thread before Python shuts down: a thread that runs during shutdown can crash the
+        process.
         """
         self._is_ending = True
         if self._socket is not None and self._thread is not None:
@@ -64,7 +65,8 @@ class Channel:
             self._thread.join(1.0)
 
     def shield(self, action: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `action` wrapped so that it raises nothing into the user's program: its errors are sent to the parent.
+        """Return `action` wrapped so that it raises nothing into the user's program: its errors are sent to
+        the parent.
         """
 
         @functools.wraps(action)

@@ -208,7 +208,8 @@ class _Guard:
             os._exit(REFUSED)
 
     def watch_updating(self) -> None:
-        """Hook into ``open`` so that a file opened for update may be read: it is checked when it is first written to.
+        """Hook into ``open`` so that a file opened for update may be read: it is checked when it is first
+        written to.
         """
         original = io.open
 
@@ -299,7 +300,8 @@ class _Guard:
         sqlite.connect = guarded
 
     def watch_hub(self, hub: Any) -> None:
-        """Hook into the functions that make a repository or a commit on the Hugging Face Hub, which every upload does.
+        """Hook into the functions that make a repository or a commit on the Hugging Face Hub, which every
+        upload does.
         """
 
         def uploads(repo_id: Any, *_: Any, **__: Any) -> None:
@@ -316,7 +318,8 @@ def _is_cache(path: str) -> bool:
 
 
 def _is_data() -> bool:
-    """Whether data are about to be written: the caller is one of torch's dataset classes or a library that downloads.
+    """Whether data are about to be written: the caller is one of torch's dataset classes or a library that
+    downloads.
     """
     for frame in where.frames(2):
         code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
@@ -415,7 +418,8 @@ def _followed(path: Any) -> str:
 
 
 def _named(path: Any, folder: int = -1) -> str:
-    """Return the absolute path without following a link that it names; relative to the open folder `folder` if given.
+    """Return the absolute path without following a link that it names; relative to the open folder `folder`
+    if given.
     """
     name = os.fsdecode(path).rstrip(os.sep)
     if folder is not None and folder >= 0:
@@ -425,7 +429,8 @@ def _named(path: Any, folder: int = -1) -> str:
 
 
 def _database_file(database: Any) -> str:
-    """Return the file of an argument to ``sqlite3.connect``, "" for a database in memory and for an invalid argument.
+    """Return the file of an argument to ``sqlite3.connect``, "" for a database in memory and for an invalid
+    argument.
     """
     if not isinstance(database, (str, bytes, os.PathLike)):
         return ""

@@ -32,7 +32,8 @@ _TF32_SWITCH, _TF32_FLAG = "set_float32_matmul_precision", "allow_tf32"
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """Setting that a run was observed to use: samples in a pass, passes in a step, precision, and the loader's workers.
+    """Setting that a run was observed to use: samples in a pass, passes in a step, precision, and the
+    loader's workers.
     """
 
     precision: Precision
@@ -262,7 +263,8 @@ class _Editor:
             yield _only_by_hand(self.seen.step_line, what)
 
     def _region_of_its_own(self) -> Iterator[tuple[ByHand, _Change]]:
-        """Yield the changes that put each forward pass, and the code up to the backward pass, in a new autocast region.
+        """Yield the changes that put each forward pass, and the code up to the backward pass, in a new
+        autocast region.
         """
         done: list[Splice] = []
         for site in self._of("forward"):

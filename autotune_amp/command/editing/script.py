@@ -221,7 +221,8 @@ class Script:
         return None if found is None else self._follow(found, value, arguments, num_left - 1)
 
     def _argument(self, name: str) -> ast.Call | None:
-        """Return the only `add_argument` call whose value is found under this name, None if there is not exactly one.
+        """Return the only `add_argument` call whose value is found under this name, None if there is not
+        exactly one.
         """
         found = [
             node
