@@ -28,9 +28,7 @@ class FrameworkHooks:
         self._hooks = hooks
         self._values: dict[str, Any] = hooks.values
         self._reported: set[str] = set()
-        self._trainer_values: dict[str, Any] = dict(
-            hooks.values
-        )  # kept apart, as `batch_size` is removed from `_values`
+        self._trainer_values: dict[str, Any] = dict(hooks.values)  # `batch_size` is later removed from `_values`
         # Line and parser that made each TrainingArguments object, by the identity of the object.
         self._origins: dict[int, tuple[str, str]] = {}
 
@@ -147,9 +145,8 @@ class FrameworkHooks:
             self._report_switch("Accelerator", {"precision": "mixed_precision"}, {"precision": today}, parser)
 
         @functools.wraps(accumulate)
-        def accumulate_(
-            accelerator: Any, *args: Any, **kwargs: Any
-        ) -> Any:  # only scripts that call it use the argument
+        def accumulate_(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+            # Only scripts that call `accumulate` use the argument.
             steps = accelerator.gradient_accumulation_steps
             arguments = {"accumulation_steps": "gradient_accumulation_steps"}
             self._report_switch("Accelerator.accumulate", arguments, {"accumulation_steps": steps})

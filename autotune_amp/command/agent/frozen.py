@@ -69,9 +69,8 @@ class GradientRecorder:
             self._record_gradients(optimizer)
             return None
 
-        def closure_then_record(
-            *args_: Any, **kwargs_: Any
-        ) -> Any:  # Lightning calls forward and backward in the closure
+        # Lightning calls forward and backward in the closure.
+        def closure_then_record(*args_: Any, **kwargs_: Any) -> Any:
             loss = closure(*args_, **kwargs_)
             self._record_gradients(optimizer)
             return loss
@@ -82,9 +81,8 @@ class GradientRecorder:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         number = self._observer.num_steps
         found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
-        is_skipped = found_inf is not None and bool(
-            found_inf
-        )  # GradScaler calls a fused optimizer for skipped steps too
+        # GradScaler calls a fused optimizer for skipped steps too.
+        is_skipped = found_inf is not None and bool(found_inf)
         if number < self._num_steps and not is_skipped:
             index, rank = self._observer.index_of(optimizer), where.rank()["rank"]
             path = os.path.join(self._folder, f"gradient_{rank}_{index}_{number}.float32")

@@ -174,7 +174,7 @@ class SettingHooks:
         """Return whether an autocast region of the script should be enabled, and its dtype.
 
         An enabled region is set; a disabled one only if it is outermost and the script has no enabled region (its mixed
-        precision is then switched off today). Other disabled regions stay disabled: their code needs fp32.
+        precision is then switched off today). Other disabled regions stay disabled: their code probably needs fp32.
         """
         is_outermost = not torch.is_autocast_enabled(device) and self._num_forwards == 0
         is_switch = is_outermost and not (self._is_in_forward or self._has_own_regions)
@@ -197,9 +197,8 @@ class SettingHooks:
         if self._target_dtype() in (..., None):
             return
         is_compiled = module.__dict__.get("_compiled_call_impl") is not None
-        name = (
-            "_compiled_call_impl" if is_compiled else "forward"
-        )  # outside of compiled code, which would trace the region
+        # Around compiled code, not inside, where dynamo would trace the region.
+        name = "_compiled_call_impl" if is_compiled else "forward"
         if isinstance(getattr(module, name), _ForwardInAutocast):
             return
         self._is_in_forward = True
@@ -212,30 +211,30 @@ class _ForwardInAutocast:
     wrapper.
     """
 
-    def __init__(self, outside: SettingHooks, module: Any, forward: Any, device: str) -> None:
+    def __init__(self, hooks: SettingHooks, module: Any, forward: Any, device: str) -> None:
         functools.update_wrapper(self, forward)
-        self._outside = outside
+        self._hooks = hooks
         self._module = module
         self._forward = forward
         self._device = device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outside, dtype = self._outside, self._outside._target_dtype()
+        hooks, dtype = self._hooks, self._hooks._target_dtype()
         if dtype in (..., None):
             return self._forward(*args, **kwargs)
-        outside._num_forwards += 1
+        hooks._num_forwards += 1
         try:
             with autocast(self._device, dtype=dtype):
                 output = self._forward(*args, **kwargs)
         finally:
-            outside._num_forwards -= 1
+            hooks._num_forwards -= 1
         return in_fp32(output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self._module))
         if copied is None or not isinstance(self._forward, types.MethodType):
             return self
-        return _ForwardInAutocast(self._outside, copied, types.MethodType(self._forward.__func__, copied), self._device)
+        return _ForwardInAutocast(self._hooks, copied, types.MethodType(self._forward.__func__, copied), self._device)
 
     def __reduce__(self) -> Any:  # a pickled model has its original forward
         return getattr, (self._module, "forward")

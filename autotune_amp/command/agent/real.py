@@ -28,11 +28,11 @@ def install(settings: dict[str, Any]) -> None:
     """
     report = _SettingReport(settings["outside"])
     passes = Passes(report)  # type: ignore[arg-type]
-    outside = SettingHooks(
+    setting_hooks = SettingHooks(
         report, passes, settings["outside"], functools.partial(_convert_to_controller, report, **settings["controller"])
     )
-    outside.install()
-    if "precision" in outside.values:
+    setting_hooks.install()
+    if "precision" in setting_hooks.values:
         passes.watch_modules()
 
     num_steps = 0
@@ -40,16 +40,14 @@ def install(settings: dict[str, Any]) -> None:
     def count_step(*_: Any) -> None:
         nonlocal num_steps
         num_steps += 1
-        if num_steps == NUM_FULLY_WATCHED:  # as in a trial; by then every model has run
+        if num_steps == NUM_FULLY_WATCHED:  # not earlier: a second model may train after the first
             hooks.pop().remove()
             passes.unwatch_modules()
             report.print_once()
 
     hooks = [register_optimizer_step_post_hook(count_step)]
 
-    def exclude_hook_from_graphs(
-        dynamo: Any,
-    ) -> None:  # if `optimizer.step` is compiled, the hook is called between two graphs
+    def exclude_hook_from_graphs(dynamo: Any) -> None:  # else a compiled `optimizer.step` would trace the hook
         if hooks:
             hooks.pop().remove()
             hooks.append(register_optimizer_step_post_hook(dynamo.disable(count_step)))
@@ -91,8 +89,8 @@ class _SettingReport:
 
     def print_once(self, *, at_exit: bool = False) -> None:
         """Print the report once, in the first rank; at exit only if a value was set."""
-        is_first_rank = os.getpid() == self._pid and where.rank()["rank"] == 0 and not self._is_printed
-        if not is_first_rank or (at_exit and not self._values_set):
+        is_due = os.getpid() == self._pid and where.rank()["rank"] == 0 and not self._is_printed
+        if not is_due or (at_exit and not self._values_set):
             return
         self._is_printed = True
         parts = [*map(_description, self._values_set), *self._missing(), *self._problems]
