@@ -222,25 +222,25 @@ class CommandBackend(WorkloadBackend):
         )
         run_began = time.monotonic()
 
-        def is_enough(heard: RunEvents) -> bool:
+        def is_enough(events: RunEvents) -> bool:
             if began is not None:
-                self._require_time(job, heard, run_began, began)
-            return measure.is_enough(heard, as_trial, run_began)
+                self._require_time(job, events, run_began, began)
+            return measure.is_enough(events, as_trial, run_began)
 
         ran = self._command.run(setting, deadlines, is_enough, Watcher(), environment=self._environment)
-        if isinstance(ran.ending, Failure) and ran.heard.first(Refused) is not None:
-            raise WorkloadError(f"A trial was stopped: {ran.ending.message}.", ran.ending.details or "")
-        found, num_steps = measure.slowest(ran.heard), ran.heard.num_steps
-        has_failed = isinstance(ran.ending, Failure) and ran.ending.kind != "workload_error"
+        if isinstance(ran.verdict, Failure) and ran.events.first(Refused) is not None:
+            raise WorkloadError(f"A trial was stopped: {ran.verdict.message}.", ran.verdict.details or "")
+        found, num_steps = measure.slowest(ran.events), ran.events.num_steps
+        has_failed = isinstance(ran.verdict, Failure) and ran.verdict.kind != "workload_error"
         as_setting = "" if began is not None else f", run as {setting},"
-        if found is None and num_steps and ran.seen.status == 0 and not has_failed:
+        if found is None and num_steps and ran.state.status == 0 and not has_failed:
             raise WorkloadError(
                 f"The command{as_setting} ended by itself after {count(num_steps, 'optimizer step')}, too few to "
                 "measure.",
                 f"Use more epochs, steps or data for the search: {LEAST_STEPS} optimizer steps or more, some seconds.",
             )
-        if isinstance(ran.ending, Failure):
-            return ran.ending
+        if isinstance(ran.verdict, Failure):
+            return ran.verdict
         if found is None:
             return Failure(kind="workload_error", message=f"it ended after {num_steps} steps, too few to measure")
         return found[0], ran
@@ -379,11 +379,11 @@ class CommandBackend(WorkloadBackend):
                 f"Give --device {min(types)}, or see that the command uses the device.",
             )
 
-    def _require_time(self, job: Describe, heard: RunEvents, run_began: float, began: float) -> None:
+    def _require_time(self, job: Describe, events: RunEvents, run_began: float, began: float) -> None:
         """Raise `BudgetTooSmallError` if a search (a job that gives a baseline batch size) would end without
         a result.
         """
-        seconds = measure.foreseen_seconds(heard, run_began)
+        seconds = measure.foreseen_seconds(events, run_began)
         if job.deadline_seconds is None or job.baseline_batch_size is None or seconds is None:
             return
         used_seconds = run_began - began
@@ -398,11 +398,11 @@ class CommandBackend(WorkloadBackend):
 
     def _measure(self, trial: Trial) -> Measurement | Failure:
         ran = self._described_run(trial) or self._run(trial)
-        found = measure.slowest(ran.heard)
-        is_paused = isinstance(ran.ending, Failure) and ran.ending.kind == "timeout" and ran.heard.world == 1
-        if isinstance(ran.ending, Failure) and not (is_paused and found is not None):
-            return ran.ending
-        measured = measure.measurement(ran.heard, trial, ran.began, ran.seen.memory_bytes)
+        found = measure.slowest(ran.events)
+        is_paused = isinstance(ran.verdict, Failure) and ran.verdict.kind == "timeout" and ran.events.world == 1
+        if isinstance(ran.verdict, Failure) and not (is_paused and found is not None):
+            return ran.verdict
+        measured = measure.measurement(ran.events, trial, ran.began, ran.state.memory_bytes)
         problem = None if found is None else self._deviation(trial.candidate, found[0])
         return measured if problem is None else problem
 
@@ -414,7 +414,7 @@ class CommandBackend(WorkloadBackend):
         if ran is None or trial.environment or trial.seed or trial.purpose != "search" or line != self._command.line:
             return None
         limit_bytes = math.inf if trial.memory_limit_bytes is None else trial.memory_limit_bytes
-        return ran if ran.seen.memory_bytes <= limit_bytes else None
+        return ran if ran.state.memory_bytes <= limit_bytes else None
 
     def _run(self, trial: Trial) -> CompletedRun:
         began, deadlines = time.monotonic(), trial.deadlines
@@ -423,7 +423,7 @@ class CommandBackend(WorkloadBackend):
         return self._command.run(
             trial.candidate,
             deadlines,
-            lambda heard: measure.is_enough(heard, trial, began),
+            lambda events: measure.is_enough(events, trial, began),
             self._watcher,
             seed=trial.seed,
             environment={**(self._environment or {}), **trial.environment},
@@ -451,7 +451,7 @@ class CommandBackend(WorkloadBackend):
                     replace(today, precision=precision),
                     Deadlines(whole_seconds=left),
                     # The first steps of a GradScaler may be skipped, and give no gradients.
-                    lambda heard: max(heard.num_frozen_steps, heard.num_steps - MAX_SKIPS) >= NUM_FROZEN_STEPS,
+                    lambda events: max(events.num_frozen_steps, events.num_steps - MAX_SKIPS) >= NUM_FROZEN_STEPS,
                     Watcher(),
                     seed=check.seed,
                     environment=self._environment,
@@ -462,11 +462,13 @@ class CommandBackend(WorkloadBackend):
                         "in_fp32": name == "reference",
                     },
                 )
-                if isinstance(ran.ending, Failure):
-                    return check.unchecked(ran.ending)
-                gradients.append(ran.heard.of(Gradient))
-                first = min(ran.heard.ranks.values(), key=lambda rank: rank.rank)
-                losses.append(tuple(_finite(step.losses[-1]) for step in first.pace[:NUM_FROZEN_STEPS] if step.losses))
+                if isinstance(ran.verdict, Failure):
+                    return check.unchecked(ran.verdict)
+                gradients.append(ran.events.of(Gradient))
+                first = min(ran.events.ranks.values(), key=lambda rank: rank.rank)
+                losses.append(
+                    tuple(_finite(step.losses[-1]) for step in first.primary_steps[:NUM_FROZEN_STEPS] if step.losses)
+                )
             steps = pair(*gradients)
             if isinstance(steps, Unpaired):
                 return check.unchecked(*steps)

@@ -21,7 +21,7 @@ class Listener:
     """Server of the socket at `path`. `heard` is a queue of the received messages, in the order of their arrival."""
 
     def __init__(self, path: str) -> None:
-        self.heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(path)
         self._server.listen(128)
@@ -56,7 +56,7 @@ class Listener:
                 if key.fileobj is self._server:
                     connection, _ = self._server.accept()
                     self._selector.register(connection, selectors.EVENT_READ, _Speaker(connection))
-                elif not key.data.read(self.heard):
+                elif not key.data.read(self.messages):
                     self._selector.unregister(key.fileobj)
                     key.data.connection.close()
 

@@ -23,17 +23,17 @@ _LOW: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
 FULL: frozenset[str] = frozenset({"fp32", "tf32"})  # no autocast region shows TF32
 
 
-def slowest(heard: RunEvents) -> tuple[Rank, list[Interval]] | None:
+def slowest(events: RunEvents) -> tuple[Rank, list[Interval]] | None:
     """Return the rank whose steps take longest and its intervals; None before every rank has `MIN_NUM_INTERVALS`."""
-    found = [(rank, list(rank.intervals())) for rank in heard.ranks.values()]
-    if not heard.is_whole or not found or min(len(intervals) for _, intervals in found) < MIN_NUM_INTERVALS:
+    found = [(rank, list(rank.intervals())) for rank in events.ranks.values()]
+    if not events.has_all_ranks or not found or min(len(intervals) for _, intervals in found) < MIN_NUM_INTERVALS:
         return None
     return max(found, key=lambda pair: fmean(one.step_seconds for one in pair[1]))
 
 
-def is_enough(heard: RunEvents, trial: Trial, began: float) -> bool:
+def is_enough(events: RunEvents, trial: Trial, began: float) -> bool:
     """Whether the steps of the run are measured as well as the trial asks for, or are far too slow."""
-    found = slowest(heard)
+    found = slowest(events)
     if found is None:
         return False
     rank, intervals = found
@@ -52,47 +52,49 @@ def is_enough(heard: RunEvents, trial: Trial, began: float) -> bool:
     return why is not None
 
 
-def foreseen_seconds(heard: RunEvents, began: float) -> float | None:
+def foreseen_seconds(events: RunEvents, began: float) -> float | None:
     """Return the predicted seconds from `began` until the run has the least number of intervals to measure; None until
     every rank has taken two steps.
     """
-    found = [(rank.pace[0].time - began, rank.step_seconds) for rank in heard.ranks.values() if rank.pace]
+    found = [
+        (rank.primary_steps[0].time - began, rank.step_seconds) for rank in events.ranks.values() if rank.primary_steps
+    ]
     steps = [seconds for _, seconds in found if seconds is not None]
-    if not heard.is_whole or len(steps) < len(found) or not steps:
+    if not events.has_all_ranks or len(steps) < len(found) or not steps:
         return None
     num_warmup = 2 if max(steps) >= MAX_FALLING_SECONDS else NUM_WARMUP_STEPS
     return max(first for first, _ in found) + (num_warmup - 1 + MIN_NUM_INTERVALS) * max(steps)
 
 
-def measurement(heard: RunEvents, trial: Trial, began: float, memory_bytes: int) -> Measurement | Failure:
+def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int) -> Measurement | Failure:
     """Return the measurement of a run, or the `Failure` that `judge` finds in the losses or the memory of a rank.
 
     The rate is the samples of all ranks by the time of the slowest. Memory is that of all ranks together on a CPU, and
     of the largest rank on an accelerator; `memory_bytes` of all processes, which counts against a CPU's limit, is
     reported if it is larger.
     """
-    found = slowest(heard)
+    found = slowest(events)
     if found is None:
         return Failure(kind="workload_error", message="too few optimizer steps were seen to measure it")
     rank, intervals = found
-    rate = heard.samples_per_second()
+    rate = events.samples_per_second()
     assert rate is not None
     raw = tuple(one.step_seconds for one in intervals)
     step_seconds = fmean(raw)
     low, high = trimmed_interval(raw)
-    peaks = [each.peak_memory_bytes or 0 for each in heard.ranks.values()]
-    reserved = [each.reserved_memory_bytes for each in heard.ranks.values() if each.reserved_memory_bytes is not None]
+    peaks = [each.peak_memory_bytes or 0 for each in events.ranks.values()]
+    reserved = [each.reserved_memory_bytes for each in events.ranks.values() if each.reserved_memory_bytes is not None]
     losses = [float(loss) for step in rank.steps for loss in step.losses]
     reserved_bytes = max(reserved) if reserved else max(memory_bytes, sum(peaks))
     # On a CPU the memory limit was already applied to the processes of the run while it went on.
     limit_bytes = None if trial.device == "cpu" else trial.memory_limit_bytes
     if failure := judge(RunEvidence(memory_bytes=reserved_bytes, memory_limit_bytes=limit_bytes)):
         return failure
-    for each in heard.ranks.values():
+    for each in events.ranks.values():
         for steps in each.warm_losses:
             if failure := judge(RunEvidence(steps=steps)):
                 return failure_of_rank(failure, each.rank, each.world)
-    first = rank.pace[0].time - began
+    first = rank.primary_steps[0].time - began
     return Measurement(
         step_seconds=step_seconds,
         step_seconds_interval=(min(low, step_seconds), max(high, step_seconds)),
@@ -109,7 +111,7 @@ def measurement(heard: RunEvents, trial: Trial, began: float, memory_bytes: int)
         last_loss=losses[-1] if losses and math.isfinite(losses[-1]) else None,
         was_cut=trial.cut_step_seconds is not None and step_seconds > trial.cut_step_seconds,
         num_compiling_steps=rank.num_compiling_steps,
-        num_steps_taken=len(rank.pace),
+        num_steps_taken=len(rank.primary_steps),
     )
 
 
@@ -128,7 +130,7 @@ def description(rank: Rank, name: str, today: Setting, began: float) -> Descript
         weights="frozen_low" if weights == "fp32" and has_frozen_low else weights,  # type: ignore[arg-type]
         as_found_precision=today.precision,
         is_as_found_strict=True,
-        build_seconds=rank.pace[0].time - began,
+        build_seconds=rank.primary_steps[0].time - began,
         context_seconds=0.0,
         accumulation_steps=today.accumulation_steps,
         weighs_passes=True,
@@ -158,7 +160,7 @@ def batch_sizes(rank: Rank) -> frozenset[float]:
     """
     intervals = [one for one in rank.intervals() if one.num_batches]
     handed_out = _usual([(one.num_samples, one.num_batches) for one in intervals])
-    return frozenset(size for size in (handed_out, rank.entered.batch_size if rank.steps else None) if size)
+    return frozenset(size for size in (handed_out, rank.entered_batches.batch_size if rank.steps else None) if size)
 
 
 def batch_size(rank: Rank) -> int:

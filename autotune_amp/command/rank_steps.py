@@ -34,7 +34,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     num_skips: int
 
 
-class Entered(msgspec.Struct, frozen=True, kw_only=True):
+class EnteredBatches(msgspec.Struct, frozen=True, kw_only=True):
     """Batches that entered the outermost modules for one optimizer step: their usual size in samples, their number, and
     the number of backward passes of each.
     """
@@ -51,7 +51,9 @@ class Entered(msgspec.Struct, frozen=True, kw_only=True):
         return num_passes / self.num_passes if is_counted else self.num * num_steps
 
 
-def _entered(forwards: Sequence[tuple[str, int | None, str]], num_passes: int, num_optimizers: int) -> Entered:
+def _entered_batches(
+    forwards: Sequence[tuple[str, int | None, str]], num_passes: int, num_optimizers: int
+) -> EnteredBatches:
     """Return the batches that entered for one optimizer step.
 
     Of models that are trained together, as in a GAN, the one that runs least often gives their number. A batch that
@@ -59,11 +61,11 @@ def _entered(forwards: Sequence[tuple[str, int | None, str]], num_passes: int, n
     """
     num_by_class = Counter(name for name, size, _ in forwards if size)
     if not num_by_class:
-        return Entered()
+        return EnteredBatches()
     num = (min if num_optimizers > 1 else max)(num_by_class.values())
     num = min(num, num_passes) if num_passes else num
     batch_size = Counter(size for _, size, _ in forwards if size).most_common(1)[0][0]
-    return Entered(batch_size=batch_size, num=num, num_passes=num_passes / num)
+    return EnteredBatches(batch_size=batch_size, num=num, num_passes=num_passes / num)
 
 
 @dataclass
@@ -104,20 +106,20 @@ class Rank:
                 self.has_ended = True
 
     @property
-    def pace(self) -> list[Step]:
+    def primary_steps(self) -> list[Step]:
         """Return the steps of the optimizer that steps least often; in a GAN, the generator's."""
         by_optimizer = [[s for s in self.steps if s.optimizer == index] for index in self.optimizers]
         return min(by_optimizer, key=len, default=[])
 
     @property
-    def warm(self) -> list[Step]:
+    def warm_steps(self) -> list[Step]:
         """Return the steps of `pace` from the last warm-up step on.
 
         Steps on batches that loader workers had ready before the first step are left out, as are the skips in which a
         loss scaler finds its scale. If the process ended before its steps were steady, or soon after, these are the
         steps after the shortest warm-up.
         """
-        steps, num_warmup = self.pace, self._num_warmup_steps()
+        steps, num_warmup = self.primary_steps, self._num_warmup_steps()
         if num_warmup is None and not self.has_ended:
             return []
         if self.has_ended and num_warmup is not None and len(steps) < num_warmup + NUM_WARMUP_STEPS:
@@ -130,7 +132,7 @@ class Rank:
     @property
     def warm_losses(self) -> list[tuple[StepLosses, ...]]:
         """Return the losses of the steps after the warm-up, for each optimizer."""
-        since = self.warm[0].time if self.warm else math.inf
+        since = self.warm_steps[0].time if self.warm_steps else math.inf
         return [
             tuple(
                 StepLosses(losses=tuple(map(float, step.losses)), is_skipped=step.is_skipped)
@@ -144,8 +146,8 @@ class Rank:
         """Return the number of steps until the step time was steady, None while it is not. Steps that compile are not
         considered.
         """
-        pace, group_seconds, warming_seconds = self.pace, list[float](), 0.0
-        for i, j in self._spans(pace):
+        pace, group_seconds, warming_seconds = self.primary_steps, list[float](), 0.0
+        for i, j in self._sync_spans(pace):
             if pace[i].num_compilations == pace[j].num_compilations:
                 seconds = pace[j].time - pace[i].time
                 group_seconds.append(seconds / (j - i))
@@ -159,7 +161,7 @@ class Rank:
     @property
     def step_seconds(self) -> float | None:
         """Return the seconds of the fastest step so far that compiled nothing, None before there was one."""
-        pace = self.pace
+        pace = self.primary_steps
         found = [b.time - a.time for a, b in pairwise(pace) if a.num_compilations == b.num_compilations]
         return min(found, default=None)
 
@@ -168,19 +170,19 @@ class Rank:
         """Return the indices of the loaders that are fetched from in at least half of the steps; the others serve
         evaluation. A loader that is made anew for every epoch counts as one loader.
         """
-        fetched = [_fetched(a, b) for a, b in pairwise(self.pace)]
-        num = Counter(kind for one in fetched for kind in {self._kind(name) for name in one})
-        return frozenset(name for one in fetched for name in one if 2 * num[self._kind(name)] >= len(fetched))
+        fetched = [_fetched(a, b) for a, b in pairwise(self.primary_steps)]
+        num = Counter(kind for one in fetched for kind in {self._loader_key(name) for name in one})
+        return frozenset(name for one in fetched for name in one if 2 * num[self._loader_key(name)] >= len(fetched))
 
-    def _kind(self, name: str) -> tuple[object, ...]:
+    def _loader_key(self, name: str) -> tuple[object, ...]:
         loader = self.loaders.get(name)
         return (name,) if loader is None else (loader.maker, loader.num_samples, loader.batch_size, loader.shuffles)
 
     def intervals(self) -> Iterator[Interval]:
         """Yield the intervals of warm steps, except those in which the rank evaluated or compiled."""
-        training, warm = self.training_loaders, self.warm
-        entered = self.entered if warm and not training else Entered()
-        for i, j in self._spans(warm):
+        training, warm = self.training_loaders, self.warm_steps
+        entered = self.entered_batches if warm and not training else EnteredBatches()
+        for i, j in self._sync_spans(warm):
             before, after = warm[i], warm[j]
             fetched = _fetched(before, after)
             if before.num_compilations != after.num_compilations or not fetched.keys() <= training:
@@ -209,12 +211,12 @@ class Rank:
         return sum(one.num_samples for one in intervals) / num_steps, seconds / num_steps
 
     @property
-    def entered(self) -> Entered:
+    def entered_batches(self) -> EnteredBatches:
         """Return the batches that entered the outermost modules in the latest step of `pace` for which all of these
         were watched.
         """
         first, steps = 0, list[Step]()
-        pace = {id(step) for step in self.pace}
+        pace = {id(step) for step in self.primary_steps}
         for number, step in enumerate(self.steps):
             if id(step) in pace:
                 group = self.steps[first : number + 1]
@@ -224,15 +226,15 @@ class Rank:
         steps = steps or [next((each for each in reversed(self.steps) if each.forwards), self.steps[0])]
         before = self.steps.index(steps[0])
         num_backward = steps[-1].num_backward - (self.steps[before - 1].num_backward if before else 0)
-        return _entered([each for step in steps for each in step.forwards], num_backward, len(self.optimizers))
+        return _entered_batches([each for step in steps for each in step.forwards], num_backward, len(self.optimizers))
 
     @property
     def num_compiling_steps(self) -> int:
         """Return the number of warm steps that are left out of the intervals because something was compiled in them."""
-        warm = self.warm
-        return sum(j - i for i, j in self._spans(warm) if warm[i].num_compilations != warm[j].num_compilations)
+        warm = self.warm_steps
+        return sum(j - i for i, j in self._sync_spans(warm) if warm[i].num_compilations != warm[j].num_compilations)
 
-    def _spans(self, steps: Sequence[Step]) -> Iterator[tuple[int, int]]:
+    def _sync_spans(self, steps: Sequence[Step]) -> Iterator[tuple[int, int]]:
         """Yield the pairs of successive step numbers at which the device was synchronized."""
         return pairwise(number for number, step in enumerate(steps) if step.is_settled)
 

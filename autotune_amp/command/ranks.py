@@ -53,25 +53,25 @@ class RunEvents:
         return max([rank.world for rank in self.ranks.values()] + [torch.world for torch in self.of(Torch)], default=1)
 
     @property
-    def is_whole(self) -> bool:
+    def has_all_ranks(self) -> bool:
         """Whether every rank has taken a step or is about to."""
         return len(self.ranks) >= self.world
 
     @property
     def num_steps(self) -> int:
         """Return the number of steps that all ranks have taken."""
-        return min((len(rank.pace) for rank in self.ranks.values()), default=0) if self.is_whole else 0
+        return min((len(rank.primary_steps) for rank in self.ranks.values()), default=0) if self.has_all_ranks else 0
 
     @property
     def num_frozen_steps(self) -> int:
         """Return the number of frozen steps whose gradients all ranks have written."""
         num_by_pid = Counter(gradient.pid for gradient in self.of(Gradient))
-        return min((num_by_pid[pid] for pid in self.ranks), default=0) if self.is_whole else 0
+        return min((num_by_pid[pid] for pid in self.ranks), default=0) if self.has_all_ranks else 0
 
     @property
     def step_seconds(self) -> float | None:
         """Return the seconds of the latest step, None before there were two."""
-        pace = max((rank.pace for rank in self.ranks.values()), key=len, default=[])
+        pace = max((rank.primary_steps for rank in self.ranks.values()), key=len, default=[])
         return pace[-1].time - pace[-2].time if len(pace) > 1 else None
 
     @property
@@ -80,7 +80,7 @@ class RunEvents:
         return max((rank.steps[-1].time for rank in self.ranks.values() if rank.steps), default=None)
 
     @property
-    def lost(self) -> list[int]:
+    def lost_pids(self) -> list[int]:
         """Return the pids of the ranks that ended without an error or exit message, in the order in which
         they ended.
         """
@@ -88,11 +88,11 @@ class RunEvents:
         return [message.pid for message in self.of(ConnectionClosed) if message.pid in pids]
 
     @property
-    def silent(self) -> list[int]:
+    def silent_pids(self) -> list[int]:
         """Return the pids of the ranks that the others seem to wait for: those that took the fewest steps and are not
         in a collective operation or a backward pass themselves. Valid once all were asked for their stacks.
         """
-        steps = {pid: len(self._processes[pid].pace) for pid in self.rank_by_pid}
+        steps = {pid: len(self._processes[pid].primary_steps) for pid in self.rank_by_pid}
         behind = [pid for pid in steps if steps[pid] == min(steps.values())]
         waiting = {stack.pid for stack in self.of(Stack) if _waits(stack)}
         return [pid for pid in behind if pid not in waiting] or behind
@@ -103,7 +103,7 @@ class RunEvents:
         """
         means = [rank.mean_interval() for rank in self.ranks.values()]
         found = [mean for mean in means if mean is not None]
-        if not found or len(found) < len(means) or not self.is_whole:
+        if not found or len(found) < len(means) or not self.has_all_ranks:
             return None
         return sum(num_samples for num_samples, _ in found) / max(seconds for _, seconds in found)
 

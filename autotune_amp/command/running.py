@@ -51,9 +51,9 @@ class CompletedRun(NamedTuple):
     """
 
     began: float
-    heard: RunEvents
-    seen: RunState
-    ending: Literal["measured"] | Failure
+    events: RunEvents
+    state: RunState
+    verdict: Literal["measured"] | Failure
     kept: tuple[str, ...] = ()
     stuck: tuple[str, ...] = ()
     opened: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ class _Command:
         **when_killed: Any,
     ) -> None:
         self._watcher = watcher
-        self._heard = RunEvents()
+        self._events = RunEvents()
         self._tail: deque[str] = deque(maxlen=_NUM_KEPT_CHUNKS)
         self._socket = agent["socket"]
         self._memory_bytes, self._looked_at_bytes, self._memory_at = 0, 0, 0.0
@@ -169,39 +169,39 @@ class _Command:
         while True:
             self._take_in()
             now = time.monotonic()
-            seen = self._look(now, memory_limit_bytes)
+            state = self._look(now, memory_limit_bytes)
             found = verdict(
-                self._heard, seen, deadlines, is_enough=is_enough(self._heard), memory_limit_bytes=memory_limit_bytes
+                self._events, state, deadlines, is_enough=is_enough(self._events), memory_limit_bytes=memory_limit_bytes
             )
             failure = found if isinstance(found, Failure) else None
             if failure is not None and failure.kind == "timeout" and not has_asked:
                 has_asked = True
                 self._listener.ask("dump")
             is_over = grace.is_over(failure, now)
-            may_report = self._program.popen.poll() is None and self._heard.first(Refused) is None
+            may_report = self._program.popen.poll() is None and self._events.first(Refused) is None
             if found is None or (failure is not None and may_report and not is_over):
                 continue
-            return CompletedRun(self._began, self._heard, seen, found if failure is None else advised(failure))
+            return CompletedRun(self._began, self._events, state, found if failure is None else advised(failure))
 
     @property
     def first_step_time(self) -> float:
         """Return the time of the first optimizer step in seconds since the epoch; without a step, that of the command's
         start.
         """
-        steps = [rank.steps[0].time for rank in self._heard.ranks.values() if rank.steps]
+        steps = [rank.steps[0].time for rank in self._events.ranks.values() if rank.steps]
         return time.time() - (time.monotonic() - min(steps, default=self._began))
 
     def _take_in(self) -> None:
         """Wait at most a tick for messages, and add those that have arrived."""
-        num_before = self._heard.num_steps
+        num_before = self._events.num_steps
         heed()
         self._watcher.tick()
         with contextlib.suppress(queue.Empty):
-            self._heard.add(self._listener.heard.get(timeout=TICK_SECONDS))
+            self._events.add(self._listener.messages.get(timeout=TICK_SECONDS))
             while True:
-                self._heard.add(self._listener.heard.get_nowait())
-        if self._heard.num_steps > num_before:
-            self._watcher.step(self._heard.num_steps, self._heard.step_seconds or 0.0)
+                self._events.add(self._listener.messages.get_nowait())
+        if self._events.num_steps > num_before:
+            self._watcher.step(self._events.num_steps, self._events.step_seconds or 0.0)
 
     def _look(self, now: float, memory_limit_bytes: int | None) -> RunState:
         if now - self._memory_at > _MEMORY_SECONDS:
@@ -211,14 +211,14 @@ class _Command:
             limit_bytes = math.inf if memory_limit_bytes is None else memory_limit_bytes
             if resident_bytes > min(limit_bytes, _GROWTH * self._looked_at_bytes):
                 self._looked_at_bytes, self._memory_bytes = resident_bytes, _total(processes, _own_bytes)
-            self._unobserved_seconds = 0.0 if self._heard.of(Hello) else _python_seconds(processes)
+            self._unobserved_seconds = 0.0 if self._events.of(Hello) else _python_seconds(processes)
         status = self._program.popen.poll()
         if status is not None:
             self._reader.join(KILL_SECONDS)
             self._hear_the_rest()
         return RunState(
             seconds=now - self._began,
-            seconds_since_step=now - (self._heard.last_step_time or self._began),
+            seconds_since_step=now - (self._events.last_step_time or self._began),
             memory_bytes=self._memory_bytes,
             unobserved_seconds=self._unobserved_seconds,
             status=status,
@@ -229,7 +229,7 @@ class _Command:
     def _hear_the_rest(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self._heard.add(self._listener.heard.get(timeout=0.05))
+                self._events.add(self._listener.messages.get(timeout=0.05))
 
     def end(self) -> None:
         """Have the supervisor kill the command and all processes that it started."""

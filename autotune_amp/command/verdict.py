@@ -46,35 +46,35 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verdict(
-    heard: RunEvents, seen: RunState, deadlines: Deadlines, *, is_enough: bool, memory_limit_bytes: int | None
+    events: RunEvents, state: RunState, deadlines: Deadlines, *, is_enough: bool, memory_limit_bytes: int | None
 ) -> Literal["measured"] | Failure | None:
     """Return "measured" or the failure that a run ended with, None while it goes on. `is_enough`: its steps are
     measured.
     """
-    if refused := heard.first(Refused):
+    if refused := events.first(Refused):
         return _of_refused(refused)
-    if _is_fatal(heard, seen):
-        return culprit(_of_errors(heard, seen))
-    for rank in heard.ranks.values():
+    if _is_fatal(events, state):
+        return culprit(_of_errors(events, state))
+    for rank in events.ranks.values():
         num_ooms = max((step.num_ooms for step in rank.steps), default=0)
         if failure := judge(RunEvidence(num_ooms=num_ooms)):
             return failure_of_rank(failure, rank.rank, rank.world)
     if is_enough:
         return "measured"
-    if failure := judge(RunEvidence(memory_bytes=seen.memory_bytes, memory_limit_bytes=memory_limit_bytes)):
+    if failure := judge(RunEvidence(memory_bytes=state.memory_bytes, memory_limit_bytes=memory_limit_bytes)):
         return failure
-    if seen.status is not None:
-        return _of_exit(heard, seen)
-    if not heard.of(Hello) and seen.unobserved_seconds > UNOBSERVED_SECONDS:  # nor is it guarded
-        return Failure(kind="workload_error", message=_unseen(heard), details=_tail(seen))
-    unstepped = heard.first(Unstepped)
-    if unstepped is not None and not heard.ranks:
+    if state.status is not None:
+        return _of_exit(events, state)
+    if not events.of(Hello) and state.unobserved_seconds > UNOBSERVED_SECONDS:  # nor is it guarded
+        return Failure(kind="workload_error", message=_unseen(events), details=_tail(state))
+    unstepped = events.first(Unstepped)
+    if unstepped is not None and not events.ranks:
         return Failure(
             kind="workload_error",
             message=f"{unstepped.num_backward} backward passes were made, and no optimizer of torch took a step",
             details="Train by a class of torch.optim, whose steps are what is measured.",
         )
-    return _overdue(heard, seen, deadlines)
+    return _overdue(events, state, deadlines)
 
 
 def _of_refused(refused: Refused) -> Failure:
@@ -94,46 +94,46 @@ def _of_refused(refused: Refused) -> Failure:
     return Failure(kind="workload_error", message=message, details=step)
 
 
-def _is_fatal(heard: RunEvents, seen: RunState) -> bool:
+def _is_fatal(events: RunEvents, state: RunState) -> bool:
     """Whether an error ends the run: that of a rank does, that of a helper process only if the command ended
     with it.
     """
-    if seen.status is not None and (seen.status != 0 or not heard.ranks):
-        return bool(heard.of(Error))
-    return any(error.pid in heard.rank_by_pid for error in heard.of(Error))
+    if state.status is not None and (state.status != 0 or not events.ranks):
+        return bool(events.of(Error))
+    return any(error.pid in events.rank_by_pid for error in events.of(Error))
 
 
-def _of_errors(heard: RunEvents, seen: RunState) -> Iterator[Failure]:
+def _of_errors(events: RunEvents, state: RunState) -> Iterator[Failure]:
     """Yield the failure of each process that raised an error or was lost; that of a launcher only if there is
     no other.
     """
-    own = [error for error in heard.of(Error) if error.types[0] not in _LAUNCHERS_ERRORS]
+    own = [error for error in events.of(Error) if error.types[0] not in _LAUNCHERS_ERRORS]
     for error in own:
-        yield failure_of_rank(_of_error(error, seen), error.rank, error.world)
-    if heard.lost:
-        yield _of_lost(heard, seen)
+        yield failure_of_rank(_of_error(error, state), error.rank, error.world)
+    if events.lost_pids:
+        yield _of_lost(events, state)
     elif not own:
-        error = heard.of(Error)[0]
+        error = events.of(Error)[0]
         nested = re.search(r"Process (\d+) terminated", error.message)
         if error.types[0] == "ProcessRaisedException" and nested:  # it quotes the rank's traceback
             *_, last = filter(str.strip, error.message.splitlines())
             kind, _, said = last.partition(": ")
             error = replace(error, types=(kind.rpartition(".")[2],), message=said)
-            yield failure_of_rank(_of_error(error, seen), int(nested[1]), 2)
-        elif seen.status:  # the rank's own error is in the printed output
-            yield _of_status(heard, seen, seen.status)
+            yield failure_of_rank(_of_error(error, state), int(nested[1]), 2)
+        elif state.status:  # the rank's own error is in the printed output
+            yield _of_status(events, state, state.status)
         else:
-            yield _of_error(error, seen)
+            yield _of_error(error, state)
 
 
-def _of_error(error: Error, seen: RunState) -> Failure:
+def _of_error(error: Error, state: RunState) -> Failure:
     raised = RaisedError(
         types=error.types,
         message=error.message,
         traceback=error.traceback,
         free_memory_share=error.free_memory_share,
     )
-    return _judged(RunEvidence(error=raised, is_oom_killed=seen.is_oom_killed))
+    return _judged(RunEvidence(error=raised, is_oom_killed=state.is_oom_killed))
 
 
 def _judged(evidence: RunEvidence) -> Failure:
@@ -142,89 +142,89 @@ def _judged(evidence: RunEvidence) -> Failure:
     return failure
 
 
-def _of_lost(heard: RunEvents, seen: RunState) -> Failure:
+def _of_lost(events: RunEvents, state: RunState) -> Failure:
     """Return the failure of a rank that ended without a message; its exit status is taken from the launcher's
     output.
     """
-    pid = heard.lost[0]
-    by_launcher = re.search(rf"exitcode:? *(-?\d+)\)? .*\(pid: {pid}\)", seen.printed)
-    by_spawn = re.search(r"process \d+ terminated with signal (\w+)", seen.printed)
+    pid = events.lost_pids[0]
+    by_launcher = re.search(rf"exitcode:? *(-?\d+)\)? .*\(pid: {pid}\)", state.printed)
+    by_spawn = re.search(r"process \d+ terminated with signal (\w+)", state.printed)
     return _judged(
         RunEvidence(
             has_ended=True,
             exit_status=int(by_launcher[1]) if by_launcher else -signal.Signals[by_spawn[1]] if by_spawn else None,
-            process=f"rank {heard.rank_by_pid[pid]}",
+            process=f"rank {events.rank_by_pid[pid]}",
             activity="without a word",
-            output=_tail(seen),
-            is_oom_killed=seen.is_oom_killed,
+            output=_tail(state),
+            is_oom_killed=state.is_oom_killed,
         )
     )
 
 
-def _of_status(heard: RunEvents, seen: RunState, status: int) -> Failure:
-    if heard.lost and heard.world > 1:
-        return _of_lost(heard, seen)
+def _of_status(events: RunEvents, state: RunState, status: int) -> Failure:
+    if events.lost_pids and events.world > 1:
+        return _of_lost(events, state)
     return _judged(
         RunEvidence(
             has_ended=True,
             exit_status=status,
             process="the command",
-            output=_tail(seen),
-            is_oom_killed=seen.is_oom_killed,
+            output=_tail(state),
+            is_oom_killed=state.is_oom_killed,
         )
     )
 
 
-def _of_exit(heard: RunEvents, seen: RunState) -> Literal["measured"] | Failure:
-    if seen.status:
-        return _of_status(heard, seen, seen.status)
-    if heard.num_steps > NUM_WARMUP_STEPS + 1:
+def _of_exit(events: RunEvents, state: RunState) -> Literal["measured"] | Failure:
+    if state.status:
+        return _of_status(events, state, state.status)
+    if events.num_steps > NUM_WARMUP_STEPS + 1:
         return "measured"
-    if heard.ranks and not heard.is_whole:
-        message = f"it ended, and {_heard_ranks(heard)}"
-    elif heard.ranks:
-        message = f"it ended by itself after {heard.num_steps} optimizer steps, too few to measure"
+    if events.ranks and not events.has_all_ranks:
+        message = f"it ended, and {_heard_ranks(events)}"
+    elif events.ranks:
+        message = f"it ended by itself after {events.num_steps} optimizer steps, too few to measure"
     else:
-        message = f"it ended, and {_unseen(heard)}"
-    return Failure(kind="workload_error", message=message, details=_tail(seen))
+        message = f"it ended, and {_unseen(events)}"
+    return Failure(kind="workload_error", message=message, details=_tail(state))
 
 
-def _overdue(heard: RunEvents, seen: RunState, deadlines: Deadlines) -> Failure | None:
+def _overdue(events: RunEvents, state: RunState, deadlines: Deadlines) -> Failure | None:
     whole, first, step = deadlines.whole_seconds, deadlines.first_step_seconds, deadlines.step_seconds
     is_loading = False  # a command's start and build cannot be told from its first step
-    if whole is not None and seen.seconds > whole:
-        state = f"still running, with {count(heard.num_steps, 'step')}," if heard.of(Torch) else "still starting"
+    if whole is not None and state.seconds > whole:
+        state = f"still running, with {count(events.num_steps, 'step')}," if events.of(Torch) else "still starting"
         message = f"it was {state} when its time of {whole:.0f} s was up"
-        is_loading = not heard.ranks
-    elif not heard.num_steps and first is not None and seen.seconds > first:
+        is_loading = not events.ranks
+    elif not events.num_steps and first is not None and state.seconds > first:
         message = "no optimizer step was seen in time"
-    elif heard.num_steps and step is not None and seen.seconds_since_step > step:
-        message = f"no step for {step:.0f} s, after step {heard.num_steps}"
+    elif events.num_steps and step is not None and state.seconds_since_step > step:
+        message = f"no step for {step:.0f} s, after step {events.num_steps}"
     else:
         return None
-    if heard.of(Error) and not heard.ranks:
-        return culprit(_of_errors(heard, seen))
-    if not heard.ranks:
-        message += f": {_unseen(heard)}"
-    elif not heard.is_whole:
-        message += f"; {_heard_ranks(heard)}"
-    if not heard.of(Hello):
-        return Failure(kind="workload_error", message=message, details=_tail(seen))
-    silent = heard.silent if heard.world > 1 else []
-    if 0 < len(silent) < len(heard.rank_by_pid):
-        message += "; " + " and ".join(f"rank {heard.rank_by_pid[pid]}" for pid in sorted(silent)) + " hangs"
-    output = _stacks(heard, silent) or _tail(seen)
+    if events.of(Error) and not events.ranks:
+        return culprit(_of_errors(events, state))
+    if not events.ranks:
+        message += f": {_unseen(events)}"
+    elif not events.has_all_ranks:
+        message += f"; {_heard_ranks(events)}"
+    if not events.of(Hello):
+        return Failure(kind="workload_error", message=message, details=_tail(state))
+    silent = events.silent_pids if events.world > 1 else []
+    if 0 < len(silent) < len(events.rank_by_pid):
+        message += "; " + " and ".join(f"rank {events.rank_by_pid[pid]}" for pid in sorted(silent)) + " hangs"
+    output = _stacks(events, silent) or _tail(state)
     return _judged(RunEvidence(overdue=message, output=output, is_loading=is_loading))
 
 
-def _unseen(heard: RunEvents) -> str:
+def _unseen(events: RunEvents) -> str:
     """Return the reason why no rank has sent a message."""
-    if not heard.of(Hello):
+    if not events.of(Hello):
         return (
             "no Python in it could be observed: is it started with -I, -E or -S, by `env -i`, in a container, "
             "or on another machine?"
         )
-    if not heard.of(Torch):
+    if not events.of(Torch):
         return "no Python in it had imported torch"
     return (
         "torch was imported, but no optimizer of torch took a step: is the training finished already, or resumed "
@@ -232,19 +232,19 @@ def _unseen(heard: RunEvents) -> str:
     )
 
 
-def _heard_ranks(heard: RunEvents) -> str:
-    return f"{len(heard.ranks)} of {heard.world} ranks were heard"
+def _heard_ranks(events: RunEvents) -> str:
+    return f"{len(events.ranks)} of {events.world} ranks were heard"
 
 
-def _stacks(heard: RunEvents, first: list[int]) -> str:
+def _stacks(events: RunEvents, first: list[int]) -> str:
     """Return the stacks of the ranks, those in `first` at the top; without ranks, of all processes that
     imported torch.
     """
-    pids = heard.rank_by_pid or {torch.pid: 0 for torch in heard.of(Torch)}
-    found = [stack for stack in heard.of(Stack) if stack.pid in pids]
+    pids = events.rank_by_pid or {torch.pid: 0 for torch in events.of(Torch)}
+    found = [stack for stack in events.of(Stack) if stack.pid in pids]
     found.sort(key=lambda stack: (stack.pid not in first, pids[stack.pid]))
     return "\n".join(f"rank {pids[stack.pid]}, pid {stack.pid}:\n{stack.text}" for stack in found)
 
 
-def _tail(seen: RunState) -> str | None:
-    return seen.printed[-_TAIL_CHARACTERS:] or None
+def _tail(state: RunState) -> str | None:
+    return state.printed[-_TAIL_CHARACTERS:] or None

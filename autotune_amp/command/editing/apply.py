@@ -156,17 +156,17 @@ def _observed(command: Command, overlay: Mapping[str, str] | None = None) -> tup
     ran = command.run(
         Setting(**{"precision": "fp32", "batch_size": 1, **command.line.today_values}),
         _PATIENCE,
-        lambda heard: heard.num_steps >= NUM_STEPS and measure.slowest(heard) is not None,
+        lambda events: events.num_steps >= NUM_STEPS and measure.slowest(events) is not None,
         Watcher(),
         sites=True,
         overlay=dict(overlay or {}),
     )
-    if isinstance(ran.ending, Failure):
-        return ran.ending
-    found = measure.slowest(ran.heard)
+    if isinstance(ran.verdict, Failure):
+        return ran.verdict
+    found = measure.slowest(ran.events)
     if found is None:
-        return Failure(kind="workload_error", message=f"it ended after {ran.heard.num_steps} steps, too few to see")
-    return ran.heard, found[0]
+        return Failure(kind="workload_error", message=f"it ended after {ran.events.num_steps} steps, too few to see")
+    return ran.events, found[0]
 
 
 def _behaviour(rank: Rank, *, has_own_weights: bool) -> Observed:
@@ -183,8 +183,8 @@ def _behaviour(rank: Rank, *, has_own_weights: bool) -> Observed:
     )
 
 
-def _seen(heard: RunEvents, rank: Rank, behaviour: Callable[[Rank], Observed]) -> CommandFacts:
-    pythons = heard.of(Torch)
+def _seen(events: RunEvents, rank: Rank, behaviour: Callable[[Rank], Observed]) -> CommandFacts:
+    pythons = events.of(Torch)
     python = next((each for each in pythons if each.pid == rank.pid), pythons[0])  # the rank may be a fork of the first
     optimizer = next(iter(rank.optimizers.values()))
 
@@ -192,7 +192,7 @@ def _seen(heard: RunEvents, rank: Rank, behaviour: Callable[[Rank], Observed]) -
         path, _, number = line.rpartition(":")
         return f"{Path(python.folder, path).resolve()}:{number}" if path else line
 
-    sites = _of_training([site for site in heard.of(Site) if site.pid == rank.pid], rank.training_loaders)
+    sites = _of_training([site for site in events.of(Site) if site.pid == rank.pid], rank.training_loaders)
     return CommandFacts(
         today=behaviour(rank),
         sites=tuple(msgspec.structs.replace(site, line=absolute(site.line)) for site in sites),
