@@ -230,7 +230,7 @@ class CommandBackend(WorkloadBackend):
         ran = self._command.run(setting, deadlines, is_enough, Watcher(), environment=self._environment)
         if isinstance(ran.verdict, Failure) and ran.events.first(Refused) is not None:
             raise WorkloadError(f"A trial was stopped: {ran.verdict.message}.", ran.verdict.details or "")
-        found, num_steps = measure.slowest(ran.events), ran.events.num_steps
+        found, num_steps = measure.slowest_rank(ran.events), ran.events.num_steps
         has_failed = isinstance(ran.verdict, Failure) and ran.verdict.kind != "workload_error"
         as_setting = "" if began is not None else f", run as {setting},"
         if found is None and num_steps and ran.state.status == 0 and not has_failed:
@@ -383,7 +383,7 @@ class CommandBackend(WorkloadBackend):
         """Raise `BudgetTooSmallError` if a search (a job that gives a baseline batch size) would end without
         a result.
         """
-        seconds = measure.foreseen_seconds(events, run_began)
+        seconds = measure.predicted_measurement_seconds(events, run_began)
         if job.deadline_seconds is None or job.baseline_batch_size is None or seconds is None:
             return
         used_seconds = run_began - began
@@ -398,7 +398,7 @@ class CommandBackend(WorkloadBackend):
 
     def _measure(self, trial: Trial) -> Measurement | Failure:
         ran = self._described_run(trial) or self._run(trial)
-        found = measure.slowest(ran.events)
+        found = measure.slowest_rank(ran.events)
         is_paused = isinstance(ran.verdict, Failure) and ran.verdict.kind == "timeout" and ran.events.world == 1
         if isinstance(ran.verdict, Failure) and not (is_paused and found is not None):
             return ran.verdict

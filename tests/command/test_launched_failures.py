@@ -15,7 +15,7 @@ from forked_programs import forked_programs
 from forked_python import ForkServer
 from running_commands import run_command
 
-from autotune_amp.command.measure import slowest
+from autotune_amp.command.measure import slowest_rank
 from autotune_amp.command.running import CompletedRun
 from autotune_amp.core.outcome import Failure
 
@@ -124,7 +124,7 @@ def test_fsdp_is_heard_whole_with_values_set_from_outside_too(tmp_path: Path) ->
         found = ran([*TORCHRUN, str(script), "fsdp"], agent=agent)
         assert found.verdict == "measured"
         assert [len(rank.primary_steps) for rank in found.events.ranks.values()] == [32 if agent else 16] * 2
-        assert slowest(found.events) is not None
+        assert slowest_rank(found.events) is not None
 
 
 @pytest.mark.parametrize(

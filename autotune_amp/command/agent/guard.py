@@ -3,8 +3,8 @@ there before, or uploads anything; the message names the line of the user's code
 
 *Checked:* files that Python itself opens for writing, renames, removes or truncates (audit events: ``open``, shutil,
 logging, numpy and pandas all raise them); a file opened for update (``r+``) at its first write or when its descriptor
-is requested; statements that change an SQLite database; files that torch, torch.jit and safetensors write in native code;
-creating a repository of the Hugging Face Hub or committing to one.
+is requested; statements that change an SQLite database; files that torch, torch.jit and safetensors write in native
+code; creating a repository of the Hugging Face Hub or committing to one.
 
 *Allowed:* the trial's own folders; files that the same run has created, which all its processes record in one list, and
 the data that earlier runs created; devices, pipes, byte code, empty lock files; the caches in `_CACHE_FOLDERS`, which

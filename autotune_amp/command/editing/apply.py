@@ -156,14 +156,14 @@ def _observed(command: Command, overlay: Mapping[str, str] | None = None) -> tup
     ran = command.run(
         Setting(**{"precision": "fp32", "batch_size": 1, **command.line.today_values}),
         _PATIENCE,
-        lambda events: events.num_steps >= NUM_STEPS and measure.slowest(events) is not None,
+        lambda events: events.num_steps >= NUM_STEPS and measure.slowest_rank(events) is not None,
         Watcher(),
         sites=True,
         overlay=dict(overlay or {}),
     )
     if isinstance(ran.verdict, Failure):
         return ran.verdict
-    found = measure.slowest(ran.events)
+    found = measure.slowest_rank(ran.events)
     if found is None:
         return Failure(kind="workload_error", message=f"it ended after {ran.events.num_steps} steps, too few to see")
     return ran.events, found[0]
