@@ -125,10 +125,8 @@ def description(rank: Rank, name: str, today: Setting, began: float) -> Descript
     """Return the description of a command from a rank of its unchanged run, whose setting is `today`."""
     loader = training_loader(rank)
     num_by_dtype = _num_parameters(rank)
-    weights, has_frozen_low = (
-        _most_frequent_precision(num_by_dtype),
-        any(dtype in _PRECISION_BY_DTYPE for dtype in _num_frozen(rank)),
-    )
+    weights = _most_frequent_precision(num_by_dtype)
+    has_frozen_low = any(dtype in _PRECISION_BY_DTYPE for dtype in _num_frozen(rank))
     return Description(
         name=name,
         batch_size=today.batch_size,
@@ -210,9 +208,8 @@ def autocast_precision(rank: Rank) -> Precision:
     if low:
         return max(low, key=lambda precision: low[precision])
     num_forwards = _num_forwards_by_dtype(rank)
-    if num_forwards and max(num_forwards, key=lambda dtype: num_forwards[dtype]) not in _num_parameters(
-        rank
-    ) + _num_frozen(rank):
+    kept_dtypes = _num_parameters(rank) + _num_frozen(rank)
+    if num_forwards and max(num_forwards, key=lambda dtype: num_forwards[dtype]) not in kept_dtypes:
         return _most_frequent_precision(num_forwards)  # no parameter has this dtype: FSDP casts them
     return "tf32" if any(optimizer.uses_tf32 for optimizer in rank.optimizers.values()) else "fp32"
 

@@ -15,10 +15,8 @@ from autotune_amp.command.messages import Message, Step
 from autotune_amp.trial.jobs import MAX_WARMUP_STEPS, NUM_WARMUP_STEPS, is_warming
 from autotune_amp.trial.judge import MAX_SKIPS, StepLosses
 
-LIMITS_OF_WARMUP_STEPS = (
-    2,
-    MAX_WARMUP_STEPS,
-)  # least and largest number; unlike in other trials, time does not end a warm-up
+# Least and largest number. The least is below that of other trials, as no run of a command is stopped in its warm-up.
+LIMITS_OF_WARMUP_STEPS = 2, MAX_WARMUP_STEPS
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
