@@ -35,7 +35,7 @@ from autotune_amp.trial.failures import num_oom_kills
 
 INJECTED = Path(__file__).parent / "agent" / "path"
 TRIAL_DIR = "trial"
-_MEMORY_SECONDS = 0.5  # between two checks of the memory of all processes, which take milliseconds
+_MEMORY_SECONDS = 0.5  # between two checks of the memory of all processes
 _MEMORY_GROWTH = 1.1  # read the exact memory again once resident memory has grown by this factor: it is slow to read
 _NUM_OUTPUT_CHUNKS = 256  # of up to 64 KiB that are kept of the output
 
@@ -180,7 +180,7 @@ class _RunningCommand:
             failure = result if isinstance(result, Failure) else None
             if failure is not None and failure.kind == "timeout" and not has_requested_stacks:
                 has_requested_stacks = True
-                self._listener.ask("dump")
+                self._listener.send_request("dump")
             is_over = grace.is_over(failure, now)
             may_send_more = self._program.popen.poll() is None and self._events.first(Refused) is None
             if result is None or (failure is not None and may_send_more and not is_over):
@@ -216,10 +216,8 @@ class _RunningCommand:
             resident_bytes = _total(processes, _resident_bytes)
             limit_bytes = math.inf if memory_limit_bytes is None else memory_limit_bytes
             if resident_bytes > min(limit_bytes, _MEMORY_GROWTH * self._resident_bytes_at_check):
-                self._resident_bytes_at_check, self._memory_bytes = (
-                    resident_bytes,
-                    _total(processes, _proportional_bytes),
-                )
+                self._resident_bytes_at_check = resident_bytes
+                self._memory_bytes = _total(processes, _proportional_bytes)
             self._unobserved_seconds = 0.0 if self._events.of(Hello) else _oldest_python_seconds(processes)
         status = self._program.popen.poll()
         if status is not None:
@@ -269,8 +267,8 @@ def _total(processes: Sequence[psutil.Process], bytes_of: Callable[[psutil.Proce
 
 
 def _resident_bytes(process: psutil.Process) -> int:
-    """Return the resident memory of a process, including pages shared with others: an upper bound of
-    `_proportional_bytes`.
+    """Return the resident memory of a process in bytes: an upper bound of `_proportional_bytes` that is fast
+    to read.
     """
     return int(process.memory_info().rss)
 

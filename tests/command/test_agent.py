@@ -16,7 +16,7 @@ from commands import INJECTED, TORCHRUN, run
 from forked_python import ForkServer
 
 from autotune_amp.command.agent import observer, passes
-from autotune_amp.command.frozen_pair import Unpaired, pair
+from autotune_amp.command.frozen_pair import PairingProblem, pair_steps
 from autotune_amp.command.measure import batch_sizes, passes_per_step, precision_of
 from autotune_amp.command.messages import Error, Gradient, Hello, Torch, Unstepped
 from autotune_amp.command.rank_steps import Rank
@@ -540,8 +540,10 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=8):
     )
     assert [each.has_low_weights for each in low.of(Gradient)] == [True] * 3
     assert [each.has_low_weights for each in raised.of(Gradient)] == [False] * 3
-    assert isinstance(pair(low.of(Gradient), raised.of(Gradient)), tuple)
-    assert not isinstance(pair(low.of(Gradient), raised.of(Gradient)), Unpaired), "the same weights and batches"
+    assert isinstance(pair_steps(low.of(Gradient), raised.of(Gradient)), tuple)
+    assert not isinstance(pair_steps(low.of(Gradient), raised.of(Gradient)), PairingProblem), (
+        "the same weights and batches"
+    )
     (rank,) = low.ranks.values()
     assert rank.optimizers[0].num_frozen == {"bfloat16": 72}
     assert rank.optimizers[0].num_parameters == {"bfloat16": 81, "float32": 9}
