@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune_amp.command.leftovers import FOLDER, leftover_notes, remembered
+from autotune_amp.command.leftovers import FOLDER, leftover_notes, load_kept
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import TRIAL_DIR, CompletedRun, run
 from autotune_amp.core.command_template import CommandTemplate
@@ -92,7 +92,7 @@ class Command:
 
     def leftovers(self) -> tuple[str, ...]:
         """Return sentences for the user on the files that runs created, and where they are now."""
-        kept = self.kept if self._kept_list is None else remembered(self._kept_list)  # also those of an interrupted run
+        kept = self.kept if self._kept_list is None else load_kept(self._kept_list)  # also those of an interrupted run
         return leftover_notes(self.aside, kept, self.stuck)
 
     def keep_in(self, folder: Path) -> None:
@@ -100,4 +100,4 @@ class Command:
         that earlier runs created.
         """
         self._kept_list, self.aside = folder / "made.json", folder.absolute() / FOLDER
-        self.kept = remembered(self._kept_list)
+        self.kept = load_kept(self._kept_list)

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import psutil
 
 from autotune_amp.command.advice import advised
-from autotune_amp.command.leftovers import CLEAR_UP, entries_of, remember, set_aside, write
+from autotune_amp.command.leftovers import CLEAR_UP, read_entries, save_kept, set_aside, write_kept
 from autotune_amp.command.listening import Listener
 from autotune_amp.command.messages import Hello, Refused
 from autotune_amp.command.ranks import RunEvents
@@ -99,7 +99,7 @@ def run(
         arguments, environment, settings, run_folder, watcher, folders=writable[1:], when_orphaned=clear_up_call
     )
     try:
-        write(made_list, kept)
+        write_kept(made_list, kept)
         (run_folder / TRIAL_DIR).mkdir()
         for path, text in (files or {}).items():
             Path(path).write_text(text)
@@ -112,9 +112,9 @@ def run(
             finally:  # also after a second Ctrl-C
                 kept, stuck = set_aside(made_list, aside, command.first_step_time)
                 if memory is not None:
-                    remember(memory, kept)
+                    save_kept(memory, kept)
         return completed._replace(
-            kept=kept, stuck=stuck, opened=tuple(dict.fromkeys(entries_of(run_folder / "opened")))
+            kept=kept, stuck=stuck, opened=tuple(dict.fromkeys(read_entries(run_folder / "opened")))
         )
     finally:
         command.close()

@@ -178,9 +178,9 @@ def _is_precision_possible(precision: Precision, rank: Rank) -> bool:
 def _precision_failure(line: CommandTemplate, setting: Setting, rank: Rank) -> Failure:
     placeholder_reason = ": {precision} does not reach its autocast" if "precision" in line.placeholders else ""
     is_precision_of_weights = autocast_precision(rank) in FULL and weights_of(rank) not in FULL
-    weights_reason = ", which its weights are kept in, without autocast," if is_precision_of_weights else ","
-    message = f"its steps ran in {precision_of(rank)}{weights_reason} but {setting.precision} was requested{placeholder_reason}"
-    return Failure(kind="unsupported", message=message)
+    weights_reason = " (the dtype of its weights, without autocast)" if is_precision_of_weights else ""
+    message = f"its steps ran in {precision_of(rank)}{weights_reason}, but {setting.precision} was requested"
+    return Failure(kind="unsupported", message=message + placeholder_reason)
 
 
 def _samples_problem(
@@ -197,9 +197,7 @@ def _samples_problem(
     is_batch_size_used = any(_is_close(size, requested_size) for size in sizes)
     is_total_used = _is_close(observed, requested)
     keeps = line.keeps_effective_batch_size
-    is_total_decided_by_script = (is_accumulation_own or keeps) and not (
-        keeps and passes[0] == passes[1]
-    )  # the script decides
+    is_total_decided_by_script = (is_accumulation_own or keeps) and not (keeps and passes[0] == passes[1])
     if (is_total_used and (is_batch_size_used or not keeps)) or (is_batch_size_used and is_total_decided_by_script):
         return None
     reasons = {name: f"{{{name}}} does not reach its loader, or it adapts it" for name in line.placeholders}

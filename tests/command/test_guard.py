@@ -19,7 +19,7 @@ from forked_python import ForkServer
 from running_commands import run_command
 
 from autotune_amp.command.agent.guard import is_standard
-from autotune_amp.command.leftovers import remembered
+from autotune_amp.command.leftovers import load_kept
 from autotune_amp.command.messages import Error, Hello, Refused
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import CompletedRun
@@ -312,7 +312,7 @@ def test_what_a_run_leaves_is_moved_and_data_that_are_complete_stay(
     moved = {"out/model.pt", "old/log", "data/model.pt", "packed.zip", f"root{elsewhere}/model.pt"}
     moved |= {"data/4"} if how == "trains" else complete
     assert all((study / "aside" / name).exists() for name in moved)
-    kept = {str(Path(path).relative_to(mine)) for path in remembered(study / "made.json")}
+    kept = {str(Path(path).relative_to(mine)) for path in load_kept(study / "made.json")}
     assert {"data", "unpacked", "cache", "labels.cache"} <= kept if how == "trains" else not kept
 
 
