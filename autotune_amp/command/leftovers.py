@@ -187,8 +187,8 @@ def leftover_notes(folder: Path | None, kept: Iterable[str], stuck: Iterable[str
         )
     if folder and moved:
         notes.append(
-            f"Trials wrote {shortened_list(moved)}: moved to {os.path.relpath(folder)}, so that your own run does not resume "
-            "from it. Delete it when you like."
+            f"Trials wrote {shortened_list(moved)}: moved to {os.path.relpath(folder)}, so that your own run does not "
+            "resume from it. Delete it when you like."
         )
     if staying:
         notes.append(f"Data or caches that trials wrote stay in their place: {staying}.")

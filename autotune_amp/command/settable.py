@@ -40,7 +40,7 @@ def unsettable(line: CommandTemplate, rank: Rank) -> dict[str, str]:
         reasons["accumulation_steps"] = (
             f"the script itself changes how many batches it accumulates: {least:g} to {most:g} were seen"
             if least < most
-            else "the command has no {accumulation_steps}, and the script's own loop cannot be changed to do so"
+            else "the command has no {accumulation_steps}, and a script's own loop cannot be changed to accumulate"
         )
     if "batch_size" not in placeholders and "batch_size" not in in_framework:
         loader = training_loader(rank)
