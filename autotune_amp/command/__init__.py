@@ -30,9 +30,8 @@ warm-up for instance, only the size of its batches is judged.
 script's own autocast regions, else around the model's forward. fp16 needs a GradScaler in the script. A value that
 cannot be set is reported and not recommended. `run` starts the real training run in the same way: it prints one line
 on the values that it set and where, replaces a GradScaler by a PrecisionController, and then is the command itself,
-including its signals and exit code. `apply` prints a diff of the calls that were seen, runs an edited copy
-for a few steps and reports whether it ran with the recommended values; places that it cannot edit are named by their
-lines.
+including its signals and exit code. `apply` prints a diff of the observed calls, runs an edited copy for a
+few steps and reports whether it ran with the recommended values; places that it cannot edit are named by their lines.
 
 **Supported training code**, and the values that are observed and set in it:
 

@@ -19,7 +19,7 @@ _ADVICE_BY_PATTERN = {
 }
 
 
-def advised(failure: Failure) -> Failure:
+def with_advice(failure: Failure) -> Failure:
     """Return the failure with the error from the command's output added to its message and, if the cause is known, the
     next step added before the output in its details.
     """

@@ -20,7 +20,7 @@ from autotune_amp.trial.judge import RunEvidence, judge
 MIN_NUM_INTERVALS = 2  # the least from which an interval of the step time can be given
 MAX_RARE_SHARE = 0.1  # numbers of batches in at most this share of the steps are ignored
 _PRECISION_BY_DTYPE: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
-FULL: frozenset[str] = frozenset({"fp32", "tf32"})  # no autocast region shows TF32
+FULL_PRECISIONS: frozenset[str] = frozenset({"fp32", "tf32"})  # not distinguished by autocast regions
 
 
 def slowest_rank(events: RunEvents) -> tuple[Rank, list[Interval]] | None:
@@ -228,9 +228,9 @@ def weights_of(rank: Rank) -> Precision | None:
 def precision_of(rank: Rank) -> Precision | None:
     """Return the precision of the steps: that of autocast, else that of the weights; None if neither was observed."""
     precision, weights = autocast_precision(rank), weights_of(rank)
-    if precision not in FULL or weights is None:
-        return None if precision in FULL else precision
-    return precision if weights in FULL else weights
+    if precision not in FULL_PRECISIONS or weights is None:
+        return None if precision in FULL_PRECISIONS else precision
+    return precision if weights in FULL_PRECISIONS else weights
 
 
 def todays_precision(rank: Rank) -> Precision:

@@ -25,7 +25,7 @@ def start(command: Sequence[str], path: Path) -> NoReturn:
     started.
     """
     recommendation = Recommendation.load(path)
-    arguments, outside = to_start(command, recommendation, path)
+    arguments, outside = command_to_start(command, recommendation, path)
     variables = environment(outside, recommendation, path, os.environ)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -37,7 +37,7 @@ def start(command: Sequence[str], path: Path) -> NoReturn:
         ) from error
 
 
-def to_start(
+def command_to_start(
     command: Sequence[str], recommendation: Recommendation, path: Path
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Return the command with its placeholders filled, and the agent's values: those recommended that the command does

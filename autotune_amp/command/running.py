@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
-from autotune_amp.command.advice import advised
+from autotune_amp.command.advice import with_advice
 from autotune_amp.command.leftovers import CLEAR_UP, read_entries, save_kept, set_aside, write_kept
 from autotune_amp.command.listening import Listener
 from autotune_amp.command.messages import Hello, Refused
@@ -33,8 +33,8 @@ from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.processes.ranks import RankGrace
 from autotune_amp.trial.failures import num_oom_kills
 
-INJECTED = Path(__file__).parent / "agent" / "path"
-TRIAL_DIR = "trial"
+INJECTED = Path(__file__).parent / "agent" / "path"  # put on PYTHONPATH, so that Python loads the agent on startup
+TRIAL_DIR = "trial"  # the folder in a run's own folder that `{trial_dir}` stands for
 _MEMORY_SECONDS = 0.5  # between two checks of the memory of all processes
 _MEMORY_GROWTH = 1.1  # read the exact memory again once resident memory has grown by this factor: it is slow to read
 _NUM_OUTPUT_CHUNKS = 256  # of up to 64 KiB that are kept of the output
@@ -121,6 +121,8 @@ def run(
 
 
 class _RunningCommand:
+    """Processes of one run, with the threads that receive their messages and output."""
+
     def __init__(
         self,
         arguments: Sequence[str],
@@ -185,7 +187,7 @@ class _RunningCommand:
             may_send_more = self._program.popen.poll() is None and self._events.first(Refused) is None
             if result is None or (failure is not None and may_send_more and not is_over):
                 continue
-            return CompletedRun(self._began, self._events, state, result if failure is None else advised(failure))
+            return CompletedRun(self._began, self._events, state, result if failure is None else with_advice(failure))
 
     @property
     def first_step_time(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from autotune_amp.command.measure import (
-    FULL,
+    FULL_PRECISIONS,
     autocast_precision,
     batch_sizes,
     passes_per_step,
@@ -158,7 +158,7 @@ def ignored_precision(
     Weights in bf16 alone do not show whether the script loads them so or converts them on request, so that both runs
     are compared.
     """
-    if setting.precision == today.precision or {setting.precision, today.precision} <= FULL:
+    if setting.precision == today.precision or {setting.precision, today.precision} <= FULL_PRECISIONS:
         return None
     observed, observed_today = [(autocast_precision(each), weights_of(each)) for each in (rank, rank_today)]
     return (
@@ -172,12 +172,12 @@ def _is_precision_possible(precision: Precision, rank: Rank) -> bool:
     observed = precision_of(rank)
     if observed is None or observed == precision:
         return True
-    return precision in FULL and autocast_precision(rank) in FULL
+    return precision in FULL_PRECISIONS and autocast_precision(rank) in FULL_PRECISIONS
 
 
 def _precision_failure(line: CommandTemplate, setting: Setting, rank: Rank) -> Failure:
     placeholder_reason = ": {precision} does not reach its autocast" if "precision" in line.placeholders else ""
-    is_precision_of_weights = autocast_precision(rank) in FULL and weights_of(rank) not in FULL
+    is_precision_of_weights = autocast_precision(rank) in FULL_PRECISIONS and weights_of(rank) not in FULL_PRECISIONS
     weights_reason = " (the dtype of its weights, without autocast)" if is_precision_of_weights else ""
     message = f"its steps ran in {precision_of(rank)}{weights_reason}, but {setting.precision} was requested"
     return Failure(kind="unsupported", message=message + placeholder_reason)

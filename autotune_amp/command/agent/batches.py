@@ -16,7 +16,7 @@ MAX_DEPTH = 4  # nested containers in a batch that are searched for a tensor; de
 _ACCELERATE_LOADERS = "accelerate.data_loader"  # module whose loaders yield a batch only after fetching the next one
 
 
-class Loaders:
+class LoaderObserver:
     """Observer of the DataLoaders of this process. `num_samples` is the number of samples yielded by each loader, by
     the loader's index in the order of creation.
     """

@@ -98,6 +98,8 @@ def arm(channel: Channel, free: list[str], made: str, opened: str) -> None:
 
 
 class _Guard:
+    """Checks of the file accesses of this process, and the hooks that call them; see the module's docstring."""
+
     def __init__(self, channel: Channel, free: list[str], made: str, opened: str) -> None:
         self._channel = channel
         self._read_list = os.path.realpath(opened)

@@ -52,12 +52,14 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
 
 
 class Observer:
-    """Reporter of every optimizer step, with the batches, passes and losses since the previous one."""
+    """Observer that sends a `Step` message for every optimizer step, with the batches, passes and losses since the
+    last.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.loaders = batches.Loaders(channel)
-        self.passes = passes.Passes(channel)
+        self.loaders = batches.LoaderObserver(channel)
+        self.passes = passes.PassRecorder(channel)
         self.frozen: Any = None
         self.num_steps = 0
         self.on_step: list[Any] = []

@@ -1,4 +1,4 @@
-"""Observer of forward and backward passes: losses, autocast regions, and the inputs of the outermost modules."""
+"""Recorder of forward and backward passes: losses, autocast regions, and the inputs of the outermost modules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_BACKWARD_WITHOUT_STEP = 512  # assumed larger than any accumulation; then th
 MAX_FORWARDS, MAX_LOSSES = MAX_BACKWARD_WITHOUT_STEP, 8  # the most that are reported for a step
 
 
-class Passes:
+class PassRecorder:
     """Recorder of the passes since the previous optimizer step."""
 
     def __init__(self, channel: Channel) -> None:

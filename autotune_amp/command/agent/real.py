@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from . import where
 from .imports import after_import
 from .outside import SettingHooks
-from .passes import NUM_FULLY_WATCHED, Passes
+from .passes import NUM_FULLY_WATCHED, PassRecorder
 
 _FIELD_NAMES = {"batch_size": "batch size", "accumulation_steps": "accumulation"}
 
@@ -27,7 +27,7 @@ def install(settings: dict[str, Any]) -> None:
     PrecisionController in GradScaler's place is made, and ``device``, its type.
     """
     report = _SettingReport(settings["outside"])
-    passes = Passes(report)  # type: ignore[arg-type]
+    passes = PassRecorder(report)  # type: ignore[arg-type]
     setting_hooks = SettingHooks(
         report, passes, settings["outside"], functools.partial(_convert_to_controller, report, **settings["controller"])
     )
@@ -94,19 +94,19 @@ class _SettingReport:
             return
         self._is_printed = True
         parts = [*map(_description, self._values_set), *self._missing(), *self._problems]
-        ending = " (it ends without an optimizer step of torch's)" if at_exit else ""
-        text = "; ".join(parts) or "nothing was to be set"
+        ending = " (the run ended without an optimizer step of torch)" if at_exit else ""
+        text = "; ".join(parts) or "no value had to be set"
         sys.stderr.write(f"autotune-amp: {text}{ending}\n")
 
     def _missing(self) -> list[str]:
         names_set = {fields["name"] for fields in self._values_set}
-        missing = []
+        maker, missing = self._settings.get("maker"), []
         for name, reason in (
             (
                 "batch_size",
-                f"no DataLoader was made at {self._settings.get('maker') or 'a line of the script, to shuffle'}",
+                f"no DataLoader was created at {maker}" if maker else "no shuffling DataLoader was created",
             ),
-            ("accumulation_steps", "no framework was seen that accumulates"),
+            ("accumulation_steps", "no framework that accumulates was used"),
             (
                 "precision",
                 "no GradScaler was seen" if self._settings.get("precision") == "fp16" else "no module was seen",

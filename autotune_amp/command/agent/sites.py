@@ -85,6 +85,8 @@ def watch(channel: Channel, observer: Any) -> None:
 
 
 class _SiteReporter:
+    """Recorder of call sites by object, which reports each site once."""
+
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._calls: dict[int, dict[str, Any]] = {}  # call site by id of the created object

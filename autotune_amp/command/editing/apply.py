@@ -102,7 +102,7 @@ def apply(
     placeholders = sorted(line.placeholders.keys() & Setting.__struct_fields__)
     if placeholders:
         raise InvalidRequestError(
-            f"The command has {', '.join(f'{{{name}}}' for name in placeholders)}: `apply` edits a command without them.",
+            f"The command has {', '.join(f'{{{name}}}' for name in placeholders)}: `apply` needs one without them.",
             "Run the command that `autotune-amp show` prints, or replace the placeholders by today's values.",
         )
     phase("Running the command to observe today's values")

@@ -122,6 +122,8 @@ def _changes_outside_scripts(config: AmpConfig) -> Iterator[ManualChange]:
 
 @dataclass
 class _Editor:
+    """Collector of the changes of one edit: splices and command arguments, or instructions for the user."""
+
     scripts: dict[str, Script]
     facts: CommandFacts
     config: AmpConfig
