@@ -28,11 +28,8 @@ def slowest_rank(events: RunEvents) -> tuple[Rank, list[Interval]] | None:
     `MIN_NUM_INTERVALS`.
     """
     intervals_by_rank = [(rank, list(rank.intervals())) for rank in events.ranks.values()]
-    if (
-        not events.has_all_ranks
-        or not intervals_by_rank
-        or min(len(intervals) for _, intervals in intervals_by_rank) < MIN_NUM_INTERVALS
-    ):
+    least = min((len(intervals) for _, intervals in intervals_by_rank), default=0)
+    if not events.has_all_ranks or least < MIN_NUM_INTERVALS:
         return None
     return max(intervals_by_rank, key=lambda pair: fmean(interval.step_seconds for interval in pair[1]))
 

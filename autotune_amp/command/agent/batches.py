@@ -66,11 +66,8 @@ class LoaderObserver:
         base: Any = dataloader._BaseDataLoaderIter
         begin, reset, draw, fetch = base.__init__, base._reset, base._next_index, base.__next__
         shield = self._channel.shield
-        record_drawn, record_batch, record_end = (
-            shield(self._record_drawn),
-            shield(self._record_batch),
-            shield(self._record_end),
-        )
+        record_drawn, record_batch = shield(self._record_drawn), shield(self._record_batch)
+        record_end = shield(self._record_end)
 
         def __init__(iterator: Any, loader: Any) -> None:
             begin(iterator, loader)
@@ -78,9 +75,7 @@ class LoaderObserver:
             iterator._autotune_amp_drawn = deque()
 
         def _reset(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            iterator._autotune_amp_drawn = (
-                deque()
-            )  # an epoch that was stopped early leaves indices of prefetched batches
+            iterator._autotune_amp_drawn = deque()  # an epoch that was left early may have prefetched batches
             reset(iterator, loader, *args, **kwargs)
 
         def _next_index(iterator: Any) -> Any:

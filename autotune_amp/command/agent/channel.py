@@ -16,10 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PARENT_GONE = 113  # exit status if the parent has ended; any number without a meaning of its own
-SEND_SECONDS = (
-    0.1  # queued messages are sent at this interval by a thread, so that training does not wait for the socket
-)
+PARENT_GONE = 113  # exit status if the parent has ended: a number without another meaning
+SEND_SECONDS = 0.1  # interval at which a thread sends queued messages; training does not wait for the socket
 
 
 class Channel:
@@ -29,22 +27,21 @@ class Channel:
         self._path = path
         self._listens = False
         self._socket: socket.socket | None = None
-        self.before_send: Callable[[], Any] = lambda: (
-            None
-        )  # called by the sending thread before it sends queued messages
+        self.before_send: Callable[[], Any] = lambda: None  # called by the sending thread before it sends
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        if (
-            self._socket is not None
-        ):  # inherited at a fork: while it is open, the parent cannot see that the forking process ended
+        # After a fork: as long as the inherited socket is open, the parent cannot see that the forking process ended.
+        if self._socket is not None:
             self._socket.close()
         self._socket = None
         self._thread: threading.Thread | None = None
         self._is_ending = False
         self._messages: list[dict[str, Any]] = []
-        self._lock = threading.RLock()  # a file's finalizer may send a message while this thread does
+        self._lock = (
+            threading.RLock()
+        )  # reentrant: a finalizer that runs while this thread sends may send a message too
 
     def listen(self) -> None:
         """Start a thread that sends waiting messages and receives the parent's requests: ``dump`` asks for the stacks

@@ -59,9 +59,8 @@ class _Finder:
             return None
         execute = spec.loader.exec_module
 
-        def exec_module(
-            module: Any,
-        ) -> None:  # not in `find_spec`: frameworks call it just to check that torch is installed
+        # Not in `find_spec`, which frameworks call just to check that torch is installed.
+        def exec_module(module: Any) -> None:
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
             execute(module)

@@ -75,10 +75,8 @@ class PassRecorder:
     def _hook_losses(self) -> None:
         scaler_class: Any = GradScaler
         scale, backward = scaler_class.scale, torch.autograd.backward
-        record_unscaled_loss, record_backward = (
-            self._channel.shield(self._record_unscaled_loss),
-            self._channel.shield(self._record_backward),
-        )
+        record_unscaled_loss = self._channel.shield(self._record_unscaled_loss)
+        record_backward = self._channel.shield(self._record_backward)
 
         @functools.wraps(scale)
         def scale_(scaler: Any, outputs: Any) -> Any:
@@ -121,10 +119,8 @@ class PassRecorder:
     def _hook_regions(self) -> None:
         region_class: Any = autocast
         original_init, original_enter = region_class.__init__, region_class.__enter__
-        record_disabled, record_enabled = (
-            self._channel.shield(self._record_disabled_region),
-            self._channel.shield(self._record_enabled_region),
-        )
+        record_disabled = self._channel.shield(self._record_disabled_region)
+        record_enabled = self._channel.shield(self._record_enabled_region)
 
         @functools.wraps(original_init)
         def __init__(region: Any, *args: Any, **kwargs: Any) -> None:

@@ -83,9 +83,8 @@ def rank() -> dict[str, Any]:
     """Return rank, world size and local rank: of torch's process group if initialized, else from the launcher's
     environment variables (torchrun, Slurm).
     """
-    step = _number(
-        "SLURM_STEP_NUM_TASKS", 0
-    )  # set by srun, whose tasks are the ranks unless a launcher inside also sets WORLD_SIZE
+    # Set by srun, whose tasks are the ranks unless a launcher inside sets WORLD_SIZE too.
+    step = _number("SLURM_STEP_NUM_TASKS", 0)
     local = _number("LOCAL_RANK", _number("SLURM_LOCALID", 0) if step else 0)
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

@@ -193,9 +193,8 @@ def _setting_of_rank(rank: Rank, *, has_own_weights: bool) -> RunSetting:
 
 def _facts_of_run(events: RunEvents, rank: Rank, setting_of_rank: Callable[[Rank], RunSetting]) -> CommandFacts:
     pythons = events.of(Torch)
-    python = next(
-        (each for each in pythons if each.pid == rank.pid), pythons[0]
-    )  # a forked rank sends no `Torch` message
+    # A forked rank sends no `Torch` message: it has the arguments of the first process.
+    python = next((each for each in pythons if each.pid == rank.pid), pythons[0])
     optimizer = next(iter(rank.optimizers.values()))
 
     def absolute(line: str) -> str:

@@ -103,13 +103,13 @@ class Script:
         argument = self.argument_value(call, name, parameters)
         if argument is not None:
             return self._change_of_value(argument, value, arguments, MAX_NUM_NAMES)
-        if any(keyword.arg is None for keyword in call.keywords):  # **options may hold it
+        if any(keyword.arg is None for keyword in call.keywords):  # **options may contain it
             return None
         return [self._insertion(call, f"{name}={value}")]
 
     def argument_value(self, call: ast.Call, name: str, parameters: Sequence[str]) -> ast.expr | None:
-        """Return the expression that a call gives as its argument `name`, None if it gives none. Of ``*values`` it is
-        the starred expression, of ``**options`` the entry of the dictionary that `options` is bound to.
+        """Return the expression that a call gives as its argument `name`, None if it gives none. For ``*values``
+        return the starred expression, for ``**options`` the entry of the dictionary that is assigned to `options`.
         """
         by_name = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
         options = [each.value.id for each in call.keywords if each.arg is None and isinstance(each.value, ast.Name)]
@@ -137,9 +137,8 @@ class Script:
         indent = self._lines[start][: len(self._lines[start]) - len(self._lines[start].lstrip())]
         shares_line = last + 1 < len(block) and block[last + 1].lineno == block[last].end_lineno
         is_alone = len(indent.encode()) == block[first].col_offset and not shares_line
-        if not is_alone or any(
-            _is_multiline_string(node) for each in block[first : last + 1] for node in ast.walk(each)
-        ):
+        nodes = (node for each in block[first : last + 1] for node in ast.walk(each))
+        if not is_alone or any(map(_is_multiline_string, nodes)):
             return None
         unit, newline = "\t" if indent.startswith("\t") else "    ", "\r\n" if "\r\n" in self._lines[start] else "\n"
         at = self._starts[start]
@@ -167,7 +166,7 @@ class Script:
         last = next((node for node in imports if any(n.name == module and not n.asname for n in node.names)), None)
         if last is None:
             return []
-        # Below all imports, where it is the custom to have nothing between them.
+        # Below all imports, since linters require them at the top.
         block = [node for node in self.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
         at = self._starts[(block[-1].end_lineno or 0)]
         return [Splice(path=self.path, start=at, end=at, text=f"\n{statement}\n")]
