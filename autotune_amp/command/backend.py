@@ -383,7 +383,7 @@ class CommandBackend(WorkloadBackend):
             return None
         if observed == other.precision and not ignored_precision(self._command.line, other, result, today, first):
             return None
-        return f"it was set from outside, but the steps ran in {observed}"
+        return f"it was set without a placeholder, but the steps ran in {observed}"
 
     def _raise_if_ignored(self, setting: Setting, rank: Rank) -> None:
         problem = self._deviation(setting, rank)

@@ -59,7 +59,7 @@ def set_from_outside(sets: Iterable[Set]) -> list[str]:
     ]
     if not places:
         return []
-    return [f"Set from outside, since the command has no placeholder for it: {', '.join(places)}."]
+    return [f"Set without a placeholder: {', '.join(places)}."]
 
 
 def probing_setting(today: Setting, cannot: Mapping[str, str], *, is_batch_free: bool = True) -> Setting | None:
@@ -145,7 +145,7 @@ def deviation(
     loader = training_loader(rank)
     if setting.num_workers is not None and loader is not None and loader.num_workers != setting.num_workers:
         message = f"its loader has {loader.num_workers} workers, but {setting.num_workers} were requested"
-        return Failure(kind="workload_error", message=f"{message}: {{num_workers}} does not reach it")
+        return Failure(kind="workload_error", message=f"{message}: {{num_workers}} does not reach the DataLoader")
     return None if _is_precision_possible(setting.precision, rank) else _precision_failure(line, setting, rank)
 
 
@@ -176,7 +176,7 @@ def _is_precision_possible(precision: Precision, rank: Rank) -> bool:
 
 
 def _precision_failure(line: CommandTemplate, setting: Setting, rank: Rank) -> Failure:
-    placeholder_reason = ": {precision} does not reach its autocast" if "precision" in line.placeholders else ""
+    placeholder_reason = ": {precision} does not reach its autocast regions" if "precision" in line.placeholders else ""
     is_precision_of_weights = autocast_precision(rank) in FULL_PRECISIONS and weights_of(rank) not in FULL_PRECISIONS
     weights_reason = " (the dtype of its weights, without autocast)" if is_precision_of_weights else ""
     message = f"its steps ran in {precision_of(rank)}{weights_reason}, but {setting.precision} was requested"
@@ -200,7 +200,7 @@ def _samples_problem(
     is_total_decided_by_script = (is_accumulation_own or keeps) and not (keeps and passes[0] == passes[1])
     if (is_total_used and (is_batch_size_used or not keeps)) or (is_batch_size_used and is_total_decided_by_script):
         return None
-    reasons = {name: f"{{{name}}} does not reach its loader, or it adapts it" for name in line.placeholders}
+    reasons = {name: f"{{{name}}} does not reach the training, or the script changes it" for name in line.placeholders}
     if is_batch_size_used:
         batches = f" ({passes[0]:g} batches of {requested_size:g})" if passes[0] == passes[1] else ""
         reason = reasons.get("accumulation_steps", "")

@@ -154,7 +154,7 @@ def _lost_rank_failure(events: RunEvents, state: RunState) -> Failure:
             has_ended=True,
             exit_status=int(by_launcher[1]) if by_launcher else -signal.Signals[by_spawn[1]] if by_spawn else None,
             process=f"rank {events.rank_by_pid[pid]}",
-            activity="without a word",
+            activity="without an error message",
             output=_tail(state),
             is_oom_killed=state.is_oom_killed,
         )

@@ -33,10 +33,10 @@ from . import where
 from .channel import Channel
 from .imports import after_import
 
-REFUSED = 114  # exit status
+REFUSED = 114  # exit status after a refused change: a number without another meaning
 _SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - not a device: it holds files
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_TRUNC
-_EXCLUSIVE = os.O_CREAT | os.O_EXCL  # fails if the file exists
+_EXCLUSIVE = os.O_CREAT | os.O_EXCL  # open() then fails if the file exists
 # Cache folders: the environment variable that sets each, and its default.
 _CACHE_FOLDERS = {
     "XDG_CACHE_HOME": "~/.cache",
@@ -54,6 +54,7 @@ _CACHE_FOLDERS = {
     "MPLCONFIGDIR": "~/.config/matplotlib",
     "": "~/Library/Caches",
 }
+# Classes, modules and standard-library functions that write downloaded or prepared data: see `_is_data`.
 _DATA_CLASSES = frozenset({"Dataset", "IterableDataset", "LightningDataModule"})
 _DATA_MODULES = (
     "datasets",
@@ -69,13 +70,11 @@ _DATA_MODULES = (
     "torchvision.datasets",
     "wget",
 )
-_DATA_FUNCTIONS = frozenset({"extract", "extractall", "unpack_archive", "urlretrieve"})  # of the standard library
+_DATA_FUNCTIONS = frozenset({"extract", "extractall", "unpack_archive", "urlretrieve"})
 _CACHE_NAME = re.compile(r"\.?caches?|.+[._-]cache", re.IGNORECASE)
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 # Actions of SQLite's authorizer that change a database: insert, delete, update, create, drop.
 _SQL_CHANGES = frozenset({*range(1, 19), 23, 26, 29, 30})
-
-
 # Suffixes of code and settings. A search result is reused from the cache while the files of these kinds that the
 # training read are unchanged.
 _SOURCE_SUFFIXES = (".py", ".pyc", ".sh", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini")
