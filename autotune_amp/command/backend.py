@@ -24,8 +24,8 @@ from autotune_amp.command.settable import (
     deviation,
     ignored_precision,
     keeps_effective_batch_size,
+    note_on_values_set,
     probing_setting,
-    set_from_outside,
     unsettable,
 )
 from autotune_amp.core.command_template import CommandTemplate
@@ -181,7 +181,7 @@ class CommandBackend(WorkloadBackend):
         if other is not None:
             failed_values, other, followed = self._check_values_reach_training(other, today, rank, job, began)
             unsettable_values |= failed_values
-            notes += set_from_outside(followed.sets)
+            notes += note_on_values_set(followed.sets)
             if measure.weights_of(followed) != measure.weights_of(rank):  # the script converts its weights
                 description = replace(description, weights="fp32")
             on_each = " on each rank" if rank.world > 1 else ""

@@ -46,13 +46,9 @@ def command_to_start(
     Raises `InvalidRequestError` if a placeholder such as `{trial_dir}` is left, which exists only in trials.
     """
     config, workload = recommendation.config, recommendation.workload
-    searched_template = recommendation.command_template
-    files = [
-        file
-        for file in (searched_template.files if searched_template else ())
-        if any(file in argument for argument in command)
-    ]
-    template = CommandTemplate.of(command, values=searched_template.values if searched_template else {}, files=files)
+    searched = recommendation.command_template
+    files = [file for file in (searched.files if searched else ()) if any(file in argument for argument in command)]
+    template = CommandTemplate.of(command, values=searched.values if searched else {}, files=files)
     arguments, _ = template.of_setting(config, str(path.parent))
     unfilled = [name for name, each in template.placeholders.items() if name in OF_TRIAL and each.today is None]
     if unfilled:
@@ -60,12 +56,10 @@ def command_to_start(
             f"The command has {{{unfilled[0]}}}, which no recommendation fills.",
             f"Write a value in place of {{{unfilled[0]}}}.",
         )
-    searched_arguments = (
-        None if searched_template is None else searched_template.of_setting(config, str(path.parent))[0]
-    )
+    searched_arguments = None if searched is None else searched.of_setting(config, str(path.parent))[0]
     names_in_command = {
         *template.placeholders,
-        *(searched_template.filled_names if searched_template and arguments == searched_arguments else ()),
+        *(searched.filled_names if searched and arguments == searched_arguments else ()),
     }
     today = workload.today if workload else Setting(precision="fp32", batch_size=1)
     outside = {
@@ -73,10 +67,7 @@ def command_to_start(
         for name in ("precision", "batch_size", "accumulation_steps")
         # If the searched command had a placeholder that this command lacks, the script's own value is unknown: set it.
         if name not in names_in_command
-        and (
-            getattr(config, name) != getattr(today, name)
-            or (searched_template and name in searched_template.placeholders)
-        )
+        and (getattr(config, name) != getattr(today, name) or (searched and name in searched.placeholders))
     }
     if "batch_size" in outside and workload and workload.loader:
         outside["maker"] = workload.loader

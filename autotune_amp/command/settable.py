@@ -45,13 +45,13 @@ def unsettable(line: CommandTemplate, rank: Rank) -> dict[str, str]:
     if "batch_size" not in placeholders and "batch_size" not in in_framework:
         loader = training_loader(rank)
         if loader is None or loader.batch_size is None:
-            own_sampler = "its DataLoader takes batches from a sampler of its own"
+            own_sampler = "the script's own batch sampler makes the batches of its DataLoader"
             reason = "no DataLoader was seen" if loader is None else own_sampler
             reasons["batch_size"] = f"the command has no {{batch_size}}, and {reason}"
     return reasons
 
 
-def set_from_outside(sets: Iterable[Set]) -> list[str]:
+def note_on_values_set(sets: Iterable[Set]) -> list[str]:
     """Return a note on the values that the agent set without a placeholder, and where; empty without any."""
     places = [
         f"{message.name.replace('_', ' ')} in {message.what}{f' at {message.line}' if message.line else ''}"
@@ -62,24 +62,26 @@ def set_from_outside(sets: Iterable[Set]) -> list[str]:
     return [f"Set without a placeholder: {', '.join(places)}."]
 
 
-def probing_setting(today: Setting, cannot: Mapping[str, str], *, is_batch_free: bool = True) -> Setting | None:
+def probing_setting(today: Setting, reasons: Mapping[str, str], *, is_batch_free: bool = True) -> Setting | None:
     """Return a setting with which to check that values reach the training: `today` with another batch size and
     precision, as far as they can be set; None if neither can.
 
-    Unless `is_batch_free`, the batch size is changed only if the accumulation can be changed too, or if the script
-    accumulates today: it may then keep its effective batch size itself.
+    `reasons` are those of `unsettable`. Unless `is_batch_free`, the batch size is changed only if the accumulation can
+    be changed too, or if the script accumulates today: it may then keep its effective batch size itself.
     """
-    is_given = "accumulation_steps" in cannot
-    is_kept = "batch_size" in cannot or (is_given and not is_batch_free and today.accumulation_steps == 1)
-    sizes = [] if is_kept else [_other_batch_size(today)]
-    lower: tuple[Precision, ...] = ("bf16", "fp32")
-    others = [p for p in lower if p not in cannot and p != today.precision]
-    if not sizes and not others:
+    is_accumulation_fixed = "accumulation_steps" in reasons
+    is_batch_size_fixed = "batch_size" in reasons or (
+        is_accumulation_fixed and not is_batch_free and today.accumulation_steps == 1
+    )
+    sizes = [] if is_batch_size_fixed else [_other_batch_size(today)]
+    candidates: tuple[Precision, ...] = ("bf16", "fp32")
+    precisions = [p for p in candidates if p not in reasons and p != today.precision]
+    if not sizes and not precisions:
         return None
     return Setting(
-        precision=others[0] if others else today.precision,
+        precision=precisions[0] if precisions else today.precision,
         batch_size=sizes[0] if sizes else today.batch_size,
-        accumulation_steps=today.accumulation_steps if is_given else _other_accumulation_steps(today),
+        accumulation_steps=today.accumulation_steps if is_accumulation_fixed else _other_accumulation_steps(today),
         num_workers=today.num_workers,
     )
 
@@ -125,6 +127,7 @@ def batches_in(num_samples: float, batch_size: int) -> int:
 
 
 def _is_close(observed: float, requested: float) -> bool:
+    """Whether the numbers differ by at most 2 %, as in steps that include a smaller last batch."""
     return abs(observed - requested) <= 0.02 * requested
 
 
