@@ -127,7 +127,7 @@ def batches_in(num_samples: float, batch_size: int) -> int:
 
 
 def _is_close(observed: float, requested: float) -> bool:
-    """Whether the numbers differ by at most 2 %, as in steps that include a smaller last batch."""
+    """Whether the numbers differ by at most 2 %."""
     return abs(observed - requested) <= 0.02 * requested
 
 

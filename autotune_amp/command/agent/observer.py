@@ -20,7 +20,7 @@ from . import batches, passes, where
 from .channel import Channel
 from .imports import after_import
 
-NUM_STEPS_SENT_AT_ONCE = 8  # the first steps are sent without delay, so that short trials end in time
+NUM_STEPS_SENT_AT_ONCE = 8  # first steps, whose messages do not wait for the sending thread
 # Steps that are timed together on an accelerator, since each synchronization delays training.
 NUM_STEPS_PER_SYNC = 4
 
