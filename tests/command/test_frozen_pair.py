@@ -34,7 +34,7 @@ def test_what_is_not_alike_is_not_held_against_each_other() -> None:
         ([gradient(0)], [gradient(1)], "no step"),
         ([], [], "no step"),
         ([gradient(0, batch=None)], [gradient(0, batch=None)], "no batch"),
-        ([gradient(0)], [gradient(0, has_low_weights=True)], "cannot be raised to fp32"),
+        ([gradient(0)], [gradient(0, has_low_weights=True)], "cannot be converted to fp32"),
     ):
         found = pair_steps(low, reference)
         assert isinstance(found, PairingProblem)
