@@ -13,12 +13,12 @@ suggests the nearest name. Doubled braces, as in `{{epoch}}`, reach the training
 are measured; then the command and every process that it started are killed. Its output is shown if it fails. The first
 run is the command as it is today; the next runs use another precision and, where other batch sizes may be tried,
 another batch size. Both count as trials. A placeholder that does not reach the training code is an error that names the
-value asked for and the value seen. A precision that the command refuses, or in which it is hopelessly slow, is left out
-with a warning.
+requested and the observed value. A precision in which the command fails, or is far too slow, is left out with a
+warning.
 
-**Fidelity.** Whether a precision is faithful is judged inside the command, by the gradients of the same batches on the
-same first weights. A model that is loaded in bf16 is compared with its weights raised to fp32; its rows called fp32
-compute with the weights as they are.
+**Fidelity.** The fidelity of a precision is judged in runs of the command, by the gradients of the same batches at the
+same first weights. A model that is loaded in bf16 is compared with its weights converted to fp32; its rows called fp32
+compute with the bf16 weights.
 
 **Effective batch size.** Without `{accumulation_steps}` a smaller batch size would change what the model learns, so
 none is tried unless `--effective-batch-size free` is given. A script that itself accumulates to a total keeps its
@@ -26,15 +26,14 @@ effective batch size: if it accumulates today, it is run at another batch size t
 as many samples, and if so, all batch sizes that divide the total are tried. If a script changes its accumulation, in a
 warm-up for instance, only the size of its batches is judged.
 
-**Without placeholders.** Batch size and precision are then set from outside: in the framework's own arguments, else in
-the script's own autocast regions, else around the model's forward. fp16 needs a GradScaler in the script. A value that
+**Without placeholders.** The agent then sets batch size and precision: in the framework's arguments, else in the
+script's own autocast regions, else around the model's forward. fp16 needs a GradScaler in the script. A value that
 cannot be set is reported and not recommended. `run` starts the real training run in the same way: it prints one line
-on what it set and where, puts a PrecisionController in the place of a GradScaler, and from there on is the command
-itself, including its signals and exit code. `apply` prints a diff of the calls that were seen, runs an edited copy
-for a few steps and reports whether the copy does what the diff says; places that it cannot edit are named by their
-lines.
+on the values that it set and where, replaces a GradScaler by a PrecisionController, and then is the command itself,
+including its signals and exit code. `apply` prints a diff of the observed calls, runs an edited copy for a
+few steps and reports whether it ran with the recommended values; places that it cannot edit are named by their lines.
 
-**Supported training code**, as observed and as set from outside:
+**Supported training code**, and the values that are observed and set in it:
 
 * A plain loop, also compiled, with several optimizers or LBFGS: steps, samples, accumulation and the skips of a
   GradScaler are seen; the batch size of the DataLoader is set, and the precision in its autocast regions, else around
@@ -52,20 +51,20 @@ lines.
   values are set as in a loop, on every rank.
 * Not supported, and reported as an error: weights updated without `torch.optim`, `python -E`, `env -i`, containers.
 
-**Cache.** A finished search answers the same command from the cache as long as these files stay as they are: those
-that the command names, those that its Python files import and its shell scripts name, and the code and settings (.py,
-.sh, .yaml, .json, .toml, .cfg, .ini) that its trials read. Other files beside the script do not count.
+**Cache.** The result of a finished search is reused for the same command while these files are unchanged: those that
+the command names, those that its Python files import and its shell scripts name, and the code and settings (.py, .sh,
+.yaml, .json, .toml, .cfg, .ini) that its trials read. Changes of other files do not matter.
 
-**Your files.** No trial changes them: a trial that is about to overwrite, append to or delete a file that was there
-before is stopped, and the error names the file and the line (send the output to `{trial_dir}`). This covers writing by
-Python itself, torch, safetensors and SQLite. It does not cover `rm` or `>` in a shell script, programs that the script
-starts, HDF5 and Arrow. A file opened for update (`r+`) may be read. A script started in `{trial_dir}` by
-`cd {trial_dir} && ...` looks for its data there too: give absolute paths. Experiment trackers are off. Files that a
-trial makes outside of its own folders, as far as this covers them, are moved to the study's `trial_leftovers` when the
-trial ends, so that neither the next trial nor the real training run resumes from its checkpoint. Caches, downloads and
-files that a torch `Dataset` writes stay for the next trial, if they were complete when training began.
+**Your files.** No trial changes them: a trial that is about to overwrite, append to or delete an existing file is
+stopped, and the error names the file and the line (send the output to `{trial_dir}`). This covers writes by Python
+itself, torch, safetensors and SQLite. It does not cover `rm` or `>` in a shell script, programs that the script starts,
+HDF5 and Arrow. A file opened for update (`r+`) may be read. A script started in `{trial_dir}` by `cd {trial_dir} &&
+...` looks for its data there too: give absolute paths. Experiment trackers are off. Files that a trial creates outside
+of its own folders, if written in one of these ways, are moved to the study's `trial_leftovers` when the trial ends, so
+that neither the next trial nor the real training run resumes from its checkpoint. Caches, downloads and files that a
+torch `Dataset` writes stay for the next trial, if they were complete when training began.
 
-**Limits.** The report names what the first steps of a command cannot show: time and memory of later steps, evaluations
+**Limits.** The report lists what the first steps of a command do not show: time and memory of later steps, evaluations
 and checkpoints that the first steps do not reach, gradients beyond the first weights, and power draw
 (`--objective energy`).
 """

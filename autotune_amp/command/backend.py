@@ -1,4 +1,6 @@
-"""CommandBackend: runs a training command for each job that trains; other jobs run in a process of their own."""
+"""Backend of a training command: jobs that train run the command; other jobs, such as probes, run in another
+process.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from msgspec.structs import replace
 
 from autotune_amp.command import measure
 from autotune_amp.command.command import Command
-from autotune_amp.command.frozen_pair import FrozenPair, Unpaired, pair
+from autotune_amp.command.frozen_pair import FrozenPair, PairingProblem, pair_steps
 from autotune_amp.command.known_arguments import with_placeholders
 from autotune_amp.command.messages import Gradient, Refused
 from autotune_amp.command.rank_steps import Rank
@@ -22,8 +24,8 @@ from autotune_amp.command.settable import (
     deviation,
     ignored_precision,
     keeps_effective_batch_size,
+    note_on_values_set,
     probing_setting,
-    set_from_outside,
     unsettable,
 )
 from autotune_amp.core.command_template import CommandTemplate
@@ -37,45 +39,49 @@ from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.program import temporary_folder
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Check, Describe, Trial, measurement_limit_seconds
 
-NUM_FROZEN_STEPS, MAX_SKIPS = 6, 4
-MAX_FROZEN_ENTRIES = 2_000_000
-# A search needs at least today's run, a run that checks the placeholders, and a trial, else there is nothing to choose
-# from; three rounds confirm a choice.
+# Gradients to compare in a fidelity check; skips of a GradScaler before the first of them; entries of each gradient
+# that are written, which bounds the files to 8 MB.
+NUM_FROZEN_STEPS, MAX_SKIPS, MAX_FROZEN_ENTRIES = 6, 4, 2_000_000
+# A search needs at least today's run, a run that checks the placeholders, and one trial; a search that confirms its
+# choice in three rounds needs about twelve runs.
 MIN_NUM_RUNS, NUM_RUNS_OF_A_CONFIRMED_SEARCH = 3, 12
-# Time limit of a run in another precision: a share of the time left, which a first compilation needs, or a multiple of
-# the time that today's run took, if that is longer. A CPU without bf16 takes a hundred times as long.
+# Time limit of the run in another precision: a share of the time left (a first compilation is slow), or a multiple of
+# the time of today's run, if longer. bf16 on a CPU without bf16 instructions may take 100 times as long.
 FOLLOWING_SHARE, FOLLOWING_TIMES = 0.5, 2.0
-LEAST_STEPS = NUM_WARMUP_STEPS + 2 * measure.MIN_NUM_INTERVALS
-PAUSE_SECONDS = 60.0  # an evaluation, a checkpoint or the start of loader workers is no hang
+MIN_NUM_STEPS = NUM_WARMUP_STEPS + 2 * measure.MIN_NUM_INTERVALS
+PAUSE_SECONDS = (
+    60.0  # least deadline of a step: it may include an evaluation, a checkpoint or the start of loader workers
+)
 NOTES = (
-    "Measured on the command's first steps: what later steps, longer samples, an evaluation or a checkpoint take in "
-    "time and memory is not known.",
-    "Fidelity is judged by gradients of the command's first weights, not by training on.",
+    "Measured on the command's first steps: time and memory of later steps, longer samples, evaluations and "
+    "checkpoints are not known.",
+    "Fidelity is judged by gradients at the command's first weights, not by longer training.",
 )
-OF_FP16 = "fp16's loss scale is the command's own."
-OF_SHELLS = (
-    "What a shell script itself writes or removes (rm, tee, >) cannot be seen, and is not kept from changing files."
+NOTE_FP16 = "In fp16 the command's own loss scale is used."
+NOTE_SHELL_SCRIPT = (
+    "Files that a shell script itself writes or removes (rm, tee, >) are not observed, and existing files are not "
+    "protected from it."
 )
-OF_EACH_RANK = "Batch sizes are those of each rank."
-OF_RANKS = (
-    "Each rank is taken to train on samples of its own: where several share them (tensor parallel), samples are "
-    "counted once for each, which changes no comparison."
+NOTE_BATCH_OF_RANK = "Batch sizes are those of each rank."
+NOTE_RANKS = (
+    "Each rank is assumed to train on its own samples. With tensor parallelism, where ranks share them, samples are "
+    "counted once for each rank, which changes no comparison."
 )
-OF_TOTAL = (
-    "The script itself accumulates to {0} samples an optimizer step{1}, at batch {2} as at batch {3}: every batch size "
-    "keeps the effective batch size."
+NOTE_KEPT_TOTAL = (
+    "The script itself accumulates to {0} samples in an optimizer step{1}, both at batch size {2} and at {3}: every "
+    "batch size keeps the effective batch size."
 )
-OF_SHARING = "The ranks divide {batch_size} among them: batch sizes are those of all ranks together."
-OF_ASSUMED = "{{batch_size}} does not say what is run today: {0} is taken for it. {{batch_size=N}} says yours."
-OF_SECOND_DIM = (
-    "Samples are counted along the second dimension of what enters the model, which is the batch size asked for."
+NOTE_DIVIDED_BATCH = "The ranks divide {batch_size} among them: batch sizes are those of all ranks together."
+NOTE_ASSUMED_BATCH_SIZE = (
+    "Today's batch size is not in the command: {0} is assumed. Write {{batch_size=N}} to name yours."
+)
+NOTE_SECOND_DIM = (
+    "Samples are counted along the second dimension of the model's inputs, whose size is the requested batch size."
 )
 
 
 class CommandBackend(WorkloadBackend):
-    """Backend that runs a `Command` once for each trial, filled with its setting. Jobs that need no training go to
-    `local`.
-    """
+    """Backend that runs a `Command` once for each trial, with its setting. Jobs that do not train go to `local`."""
 
     def __init__(
         self, command: Command, local: WorkloadBackend, watcher: Watcher, environment: dict[str, str] | None = None
@@ -84,14 +90,12 @@ class CommandBackend(WorkloadBackend):
         self._local = local
         self._watcher = watcher
         self._environment = environment
-        # Runs that a trial of the setting need not repeat, with the command as it was then.
-        self._described: dict[Setting, tuple[CommandTemplate, CompletedRun]] = {}
+        # Runs made by `_describe`, which also serve as trials of their settings, and the command line of that time.
+        self._reusable_runs: dict[Setting, tuple[CommandTemplate, CompletedRun]] = {}
 
     @property
     def abilities(self) -> frozenset[Ability]:
-        """Return the abilities: fidelity, judged by frozen pairs (gradients in two precisions, from the same
-        weights).
-        """
+        """Return the abilities: fidelity, judged by gradients in two precisions at the same weights (`FrozenPair`)."""
         return frozenset({"fidelity"})
 
     @property
@@ -114,7 +118,7 @@ class CommandBackend(WorkloadBackend):
         """
         return self._local.open(device, num_threads, deadline_seconds)._replace(why_not_forked=None, ready_seconds=0.0)
 
-    def submit(self, job: Job[Any], slot: Slot | None = None) -> Handle[Any]:  # noqa: ARG002 - there is one
+    def submit(self, job: Job[Any], slot: Slot | None = None) -> Handle[Any]:  # noqa: ARG002 - there is one slot
         """Run the command if the job trains, else pass the job to the local backend; return its handle. See
         `Backend`.
         """
@@ -131,15 +135,15 @@ class CommandBackend(WorkloadBackend):
         return "a command builds its model itself"
 
     def keep(self) -> None:
-        """Do nothing: no process is forked, so none can be kept instead."""
+        """Do nothing: no process is forked for trials, so there is none to keep. See `WorkloadBackend`."""
 
     def close(self) -> None:
         """End the process that runs probes."""
         self._local.close()
 
     def _describe(self, job: Describe) -> Description | Failure:
-        """Run the command as it is today, then check in another run whether it follows its placeholders; return its
-        description.
+        """Run the unchanged command, then check in another run whether other values reach the training; return the
+        description of the command.
         """
         command, began = self._command, time.monotonic()
         assumed = {"precision": "fp32", "batch_size": job.baseline_batch_size or 1}
@@ -148,60 +152,70 @@ class CommandBackend(WorkloadBackend):
         first = self._observe(today, job, job.deadlines, began=began)
         if isinstance(first, Failure) and first.is_loading:
             raise WorkloadError(
-                f"No training step of torch was seen in the command: {first.message}.",
-                "Search a command that trains by a class of torch.optim; one that only starts slowly needs a larger "
+                f"No optimizer step of torch was observed in the command: {first.message}.",
+                "Give a command that trains with a class of torch.optim. If it only starts slowly, give a larger "
                 "--budget.",
             )
         if isinstance(first, Failure):
             return first
-        rank, ran = self._of_samples(today, first, job)
+        rank, completed = self._choose_sample_counting(today, first, job)
         self._require_device(job.device, rank)
         loader = measure.training_loader(rank)
         least, most = measure.passes_per_step(rank) or (1.0, 1.0)
         per_step = command.num_sharing * (measure.samples_per_step(rank) or 1) if least == most else 0
         if "batch_size" not in command.line.placeholders:
-            seen_size = measure.batch_size(rank)
-            today = replace(today, batch_size=seen_size, accumulation_steps=batches_in(per_step, seen_size))
+            batch_size = measure.batch_size(rank)
+            today = replace(today, batch_size=batch_size, accumulation_steps=batches_in(per_step, batch_size))
         elif "accumulation_steps" not in command.line.placeholders:
             today = replace(today, accumulation_steps=batches_in(per_step, today.batch_size))
         if "precision" not in command.line.placeholders:
             today = replace(today, precision=measure.todays_precision(rank))
-        command.line, known = with_placeholders(command.line, rank.switches)
-        command.unsettable = cannot = unsettable(command.line, rank)
-        self._refuse_ignored(today, rank)
+        command.line, notes = with_placeholders(command.line, rank.switches)
+        command.unsettable = unsettable_values = unsettable(command.line, rank)
+        self._raise_if_ignored(today, rank)
         command.today, command.maker = today, None if loader is None else loader.maker
-        description = measure.description(rank, command.line.name, today, ran.began)
-        self._described[today] = command.line, ran
-        other = probing_setting(today, cannot, is_batch_free=job.is_batch_free)
-        more: dict[str, str] = {}
+        description = measure.description(rank, command.line.name, today, completed.began)
+        self._reusable_runs[today] = command.line, completed
+        other = probing_setting(today, unsettable_values, is_batch_free=job.is_batch_free)
+        failed_values: dict[str, str] = {}
         if other is not None:
-            more, other, followed = self._follow(other, today, rank, job, began)
-            cannot |= more
-            known += set_from_outside(followed.sets)
-            if measure.weights_of(followed) != measure.weights_of(rank):  # their dtype follows from the precision
+            failed_values, other, followed = self._check_values_reach_training(other, today, rank, job, began)
+            unsettable_values |= failed_values
+            notes += note_on_values_set(followed.sets)
+            if measure.weights_of(followed) != measure.weights_of(rank):  # the script converts its weights
                 description = replace(description, weights="fp32")
             on_each = " on each rank" if rank.world > 1 else ""
-            if "accumulation_steps" in cannot and keeps_effective_batch_size(today, rank, other, followed):
-                known.append(OF_TOTAL.format(today.effective_batch_size, on_each, other.batch_size, today.batch_size))
+            if "accumulation_steps" in unsettable_values and keeps_effective_batch_size(today, rank, other, followed):
+                notes.append(
+                    NOTE_KEPT_TOTAL.format(today.effective_batch_size, on_each, other.batch_size, today.batch_size)
+                )
                 self._keep_effective_batch_size(other, today)
         return replace(
             description,
             keeps_effective_batch_size=command.line.keeps_effective_batch_size,
             num_workers=loader.num_workers if loader and "num_workers" in command.line.placeholders else None,
-            unsettable=cannot,
+            unsettable=unsettable_values,
             notes=(
                 *(
-                    f"{each} is not tried: {why.rstrip('.')}. If that can be fixed, search again."
-                    for each, why in more.items()
+                    f"{each} is not tried: {reason.rstrip('.')}. If that can be fixed, search again."
+                    for each, reason in failed_values.items()
                     if each != "batch_size"
                 ),
-                *known,
+                *notes,
                 *NOTES,
-                *([] if "fp16" in cannot else [OF_FP16]),
-                *([OF_SHARING if command.num_sharing > 1 else OF_EACH_RANK, OF_RANKS] if rank.world > 1 else []),
-                *([OF_SECOND_DIM] if command.sample_dim == 1 else []),
-                *([OF_ASSUMED.format(today.batch_size)] if is_assumed else []),
-                *([OF_SHELLS] if any(word in ("bash", "sh", "zsh") for word in command.line.arguments[:2]) else []),
+                *([] if "fp16" in unsettable_values else [NOTE_FP16]),
+                *(
+                    [NOTE_DIVIDED_BATCH if command.num_sharing > 1 else NOTE_BATCH_OF_RANK, NOTE_RANKS]
+                    if rank.world > 1
+                    else []
+                ),
+                *([NOTE_SECOND_DIM] if command.sample_dim == 1 else []),
+                *([NOTE_ASSUMED_BATCH_SIZE.format(today.batch_size)] if is_assumed else []),
+                *(
+                    [NOTE_SHELL_SCRIPT]
+                    if any(word in ("bash", "sh", "zsh") for word in command.line.arguments[:2])
+                    else []
+                ),
             ),
             loader=command.maker,
             sample_dim=command.sample_dim,
@@ -211,11 +225,12 @@ class CommandBackend(WorkloadBackend):
     def _observe(
         self, setting: Setting, job: Describe, deadlines: Deadlines, began: float | None = None
     ) -> tuple[Rank, CompletedRun] | Failure:
-        """Run the command as a trial of `setting` would; return the slowest rank and the run.
+        """Run the command with `setting` until its steps are measured; return the slowest rank and the run, or the
+        failure.
 
-        Raises `BudgetTooSmallError` as soon as the steps show that a search that started at `began` has too little
-        time, and `WorkloadError` if the command ends after too few steps, or would change files that were there before,
-        as it would with any setting.
+        Raises `BudgetTooSmallError` once the steps show that a search that started at `began` has too little time, and
+        `WorkloadError` if the command ends after too few steps or is about to change existing files: both would happen
+        with any setting.
         """
         as_trial = Trial(
             candidate=setting,
@@ -224,35 +239,37 @@ class CommandBackend(WorkloadBackend):
         )
         run_began = time.monotonic()
 
-        def is_enough(heard: RunEvents) -> bool:
+        def is_enough(events: RunEvents) -> bool:
             if began is not None:
-                self._require_time(job, heard, run_began, began)
-            return measure.is_enough(heard, as_trial, run_began)
+                self._require_time(job, events, run_began, began)
+            return measure.is_enough(events, as_trial, run_began)
 
-        ran = self._command.run(setting, deadlines, is_enough, Watcher(), environment=self._environment)
-        if isinstance(ran.ending, Failure) and ran.heard.first(Refused) is not None:
-            raise WorkloadError(f"A trial was stopped: {ran.ending.message}.", ran.ending.details or "")
-        found, num_steps = measure.slowest(ran.heard), ran.heard.num_steps
-        has_failed = isinstance(ran.ending, Failure) and ran.ending.kind != "workload_error"
+        completed = self._command.run(setting, deadlines, is_enough, Watcher(), environment=self._environment)
+        if isinstance(completed.verdict, Failure) and completed.events.first(Refused) is not None:
+            raise WorkloadError(f"A trial was stopped: {completed.verdict.message}.", completed.verdict.details or "")
+        slowest, num_steps = measure.slowest_rank(completed.events), completed.events.num_steps
+        has_failed = isinstance(completed.verdict, Failure) and completed.verdict.kind != "workload_error"
         as_setting = "" if began is not None else f", run as {setting},"
-        if found is None and num_steps and ran.seen.status == 0 and not has_failed:
+        if slowest is None and num_steps and completed.state.status == 0 and not has_failed:
             raise WorkloadError(
                 f"The command{as_setting} ended by itself after {count(num_steps, 'optimizer step')}, too few to "
                 "measure.",
-                f"Use more epochs, steps or data for the search: {LEAST_STEPS} optimizer steps or more, some seconds.",
+                f"Use more epochs, steps or data for the search: {MIN_NUM_STEPS} optimizer steps or more.",
             )
-        if isinstance(ran.ending, Failure):
-            return ran.ending
-        if found is None:
+        if isinstance(completed.verdict, Failure):
+            return completed.verdict
+        if slowest is None:
             return Failure(kind="workload_error", message=f"it ended after {num_steps} steps, too few to measure")
-        return found[0], ran
+        return slowest[0], completed
 
-    def _of_samples(self, today: Setting, first: tuple[Rank, CompletedRun], job: Describe) -> tuple[Rank, CompletedRun]:
-        """Return the rank and the run to count samples by, and set on the command how it counts them.
+    def _choose_sample_counting(
+        self, today: Setting, first: tuple[Rank, CompletedRun], job: Describe
+    ) -> tuple[Rank, CompletedRun]:
+        """Determine how samples are counted, and set it on the command; return the rank and the run to use.
 
-        If the batch size that was asked for does not show, either the ranks divide it among them, or the model takes
-        its samples along the second dimension, as recurrent models do; then the command is observed again. Nothing but
-        the batch size that was asked for tells these cases apart.
+        If the observed batch size differs from the requested one, either the ranks divide it among them, or the samples
+        are along the second dimension of the model's inputs, as in recurrent models; for that the command is run again.
+        The case that gives the requested batch size is chosen.
         """
         command, rank = self._command, first[0]
         command.unsettable = unsettable(command.line, rank)
@@ -274,118 +291,120 @@ class CommandBackend(WorkloadBackend):
         return deviation(command.line, setting, rank, shares, is_accumulation_own=is_own)
 
     def _keep_effective_batch_size(self, other: Setting, today: Setting) -> None:
-        """Mark the script as accumulating to today's total at every batch size, as it did in a run of `other`."""
+        """Record that the script itself keeps today's effective batch size at every batch size, as in the run of
+        `other`.
+        """
         command = self._command
         del command.unsettable["accumulation_steps"]
         line = replace(command.line, keeps_effective_batch_size=True)
         steps = batches_in(today.effective_batch_size, other.batch_size)
         runs = [
-            (today, self._described.pop(today)),
-            (replace(other, accumulation_steps=steps), self._described.pop(other)),
+            (today, self._reusable_runs.pop(today)),
+            (replace(other, accumulation_steps=steps), self._reusable_runs.pop(other)),
         ]
-        self._described |= {setting: (line, ran) for setting, (_, ran) in runs}
+        self._reusable_runs |= {setting: (line, ran) for setting, (_, ran) in runs}
         command.line = line
 
-    def _follow(
+    def _check_values_reach_training(
         self, other: Setting, today: Setting, first: Rank, job: Describe, began: float
     ) -> tuple[dict[str, str], Setting, Rank]:
-        """Run the command with another batch size and precision, and check that both show in the observed steps. If it
-        fails, run it with the other precision alone, then with the other batch size alone.
+        """Run the command with another batch size and precision, and check that the observed steps used both. If the
+        run fails, try the other precision alone, then the other batch size alone.
 
-        Return the precisions and dimensions that the command cannot run with (and why), the setting that it followed,
-        and the rank observed with that; `first` is the rank of today's run. Raises `WorkloadError` if today's values
-        show still, or if another batch size is needed and fails, and `BudgetTooSmallError` if time is up.
+        Return the reasons by precision or dimension that the command cannot run with, the setting that it used, and the
+        rank of that run; `first` is the rank of today's run. Raises `WorkloadError` if the steps still used today's
+        values, or if the run fails and another batch size is required, and `BudgetTooSmallError` if the time is up.
         """
 
-        def left() -> float:
+        def seconds_left() -> float:
             return math.inf if job.deadline_seconds is None else job.deadline_seconds - (time.monotonic() - began)
 
         def run(setting: Setting) -> Rank | Failure:
             if setting == today:
                 return first
-            seconds = left()
+            seconds = seconds_left()
             if setting.precision != today.precision:
                 patience = max(FOLLOWING_SHARE * seconds, FOLLOWING_TIMES * (time.monotonic() - began))
                 seconds = min(seconds, patience)
-            found = self._observe(setting, job, Deadlines(whole_seconds=None if seconds == math.inf else seconds))
-            if isinstance(found, Failure):
-                return found
-            self._described[setting] = self._command.line, found[1]
-            return found[0]
+            result = self._observe(setting, job, Deadlines(whole_seconds=None if seconds == math.inf else seconds))
+            if isinstance(result, Failure):
+                return result
+            self._reusable_runs[setting] = self._command.line, result[1]
+            return result[0]
 
-        def precision_problem(setting: Setting, found: Rank | Failure) -> str | None:
+        def precision_problem(setting: Setting, result: Rank | Failure) -> str | None:
             if setting.precision == today.precision:
                 return None
-            return self._why_not(setting, found, today, first, has_time=left() > 0)
+            return self._reason_without_precision(setting, result, today, first, has_time=seconds_left() > 0)
 
-        cannot: dict[str, str] = {}
-        found = run(other)
-        can_do_without = other.batch_size != today.batch_size and not job.is_batch_free
-        if isinstance(found, Failure) and can_do_without and left() > 0:
-            failure, alone = found, replace(other, batch_size=today.batch_size)
-            found = run(alone)
-            if precision_problem(alone, found) is None:
-                other, cannot["batch_size"] = alone, _failed_at(other, failure)
-        why = precision_problem(other, found)
-        if why is not None:
-            cannot[other.precision] = why
+        failed_values: dict[str, str] = {}
+        result = run(other)
+        is_batch_size_optional = other.batch_size != today.batch_size and not job.is_batch_free
+        if isinstance(result, Failure) and is_batch_size_optional and seconds_left() > 0:
+            failure, precision_only = result, replace(other, batch_size=today.batch_size)
+            result = run(precision_only)
+            if precision_problem(precision_only, result) is None:
+                other, failed_values["batch_size"] = precision_only, _failure_at(other, failure)
+        reason = precision_problem(other, result)
+        if reason is not None:
+            failed_values[other.precision] = reason
             other = replace(other, precision=today.precision)
-            found = run(other)
-            if isinstance(found, Failure) and can_do_without and left() > 0:
-                cannot["batch_size"] = _failed_at(other, found)
-                other, found = today, first
-        if isinstance(found, Failure):
-            if found.kind == "timeout" and job.deadline_seconds is not None:
+            result = run(other)
+            if isinstance(result, Failure) and is_batch_size_optional and seconds_left() > 0:
+                failed_values["batch_size"] = _failure_at(other, result)
+                other, result = today, first
+        if isinstance(result, Failure):
+            if result.kind == "timeout" and job.deadline_seconds is not None:
                 raise BudgetTooSmallError(
                     f"The command ran as {today}, and as {other} the {job.deadline_seconds:.0f} s of the budget were "
-                    f"up: {found.message}.",
+                    f"up: {result.message}.",
                     f"Give --budget {math.ceil(3 * job.deadline_seconds / 10) * 10} or more.",
                 )
             raise WorkloadError(
-                f"The command ran as {today}, and not as {other}: {found.message}.\n{found.details or ''}".rstrip(),
-                "See that its arguments are what the placeholders put there; --dry-run prints them.",
+                f"The command ran as {today}, and not as {other}: {result.message}.\n{result.details or ''}".rstrip(),
+                "Check the arguments that the placeholders insert; --dry-run prints them.",
             )
-        self._refuse_ignored(other, found)
-        ignored = ignored_precision(self._command.line, other, found, today, first)
+        self._raise_if_ignored(other, result)
+        ignored = ignored_precision(self._command.line, other, result, today, first)
         if ignored is not None:
-            raise _ignoring(ignored)
-        return cannot, other, found
+            raise _ignored_value_error(ignored)
+        return failed_values, other, result
 
-    def _why_not(
-        self, other: Setting, found: Rank | Failure, today: Setting, first: Rank, *, has_time: bool
+    def _reason_without_precision(
+        self, other: Setting, result: Rank | Failure, today: Setting, first: Rank, *, has_time: bool
     ) -> str | None:
-        """Return why the precision of `other` cannot be set, from a run that asked for it. None if the run was in that
-        precision, if a placeholder asked for it and it did not follow, or if all time was up.
+        """Return why the precision of `other` cannot be set, from the result of a run with it. None if the run used it,
+        if a placeholder requested it without effect (an error of the command), or if all time was up.
         """
-        if isinstance(found, Failure) and found.kind == "timeout":
-            return f"the command is too slow in it: {found.message}" if has_time else None
-        if isinstance(found, Failure):
-            return f"the command did not run in it: {found.message}"
-        seen = measure.precision_of(found)
-        if seen is None or "precision" in self._command.line.placeholders:
+        if isinstance(result, Failure) and result.kind == "timeout":
+            return f"the command is too slow in it: {result.message}" if has_time else None
+        if isinstance(result, Failure):
+            return f"the command did not run in it: {result.message}"
+        observed = measure.precision_of(result)
+        if observed is None or "precision" in self._command.line.placeholders:
             return None
-        if seen == other.precision and not ignored_precision(self._command.line, other, found, today, first):
+        if observed == other.precision and not ignored_precision(self._command.line, other, result, today, first):
             return None
-        return f"it was set from outside, and the steps ran in {seen}"
+        return f"it was set without a placeholder, but the steps ran in {observed}"
 
-    def _refuse_ignored(self, setting: Setting, rank: Rank) -> None:
+    def _raise_if_ignored(self, setting: Setting, rank: Rank) -> None:
         problem = self._deviation(setting, rank)
         if problem is not None:
-            raise _ignoring(problem.message)
+            raise _ignored_value_error(problem.message)
 
     def _require_device(self, device: str, rank: Rank) -> None:
         types = {each.partition(":")[0] for optimizer in rank.optimizers.values() for each in optimizer.devices}
         if device.partition(":")[0] not in types:
             raise WorkloadError(
-                f"The command trains on {' and '.join(sorted(types))}, and {device} is what is searched.",
-                f"Give --device {min(types)}, or see that the command uses the device.",
+                f"The command trains on {' and '.join(sorted(types))}, but the search is for {device}.",
+                f"Give --device {min(types)}, or make the command use the device.",
             )
 
-    def _require_time(self, job: Describe, heard: RunEvents, run_began: float, began: float) -> None:
-        """Raise `BudgetTooSmallError` if a search (a job that gives a baseline batch size) would end without a
-        result.
+    def _require_time(self, job: Describe, events: RunEvents, run_began: float, began: float) -> None:
+        """Raise `BudgetTooSmallError` if a search would end without a result. It does nothing for jobs
+        without a baseline batch size, which are no searches.
         """
-        seconds = measure.foreseen_seconds(heard, run_began)
+        seconds = measure.predicted_measurement_seconds(events, run_began)
         if job.deadline_seconds is None or job.baseline_batch_size is None or seconds is None:
             return
         used_seconds = run_began - began
@@ -399,24 +418,32 @@ class CommandBackend(WorkloadBackend):
         )
 
     def _measure(self, trial: Trial) -> Measurement | Failure:
-        ran = self._described_run(trial) or self._run(trial)
-        found = measure.slowest(ran.heard)
-        is_paused = isinstance(ran.ending, Failure) and ran.ending.kind == "timeout" and ran.heard.world == 1
-        if isinstance(ran.ending, Failure) and not (is_paused and found is not None):
-            return ran.ending
-        measured = measure.measurement(ran.heard, trial, ran.began, ran.seen.memory_bytes)
-        problem = None if found is None else self._deviation(trial.candidate, found[0])
+        completed = self._pop_reusable_run(trial) or self._run(trial)
+        slowest = measure.slowest_rank(completed.events)
+        is_paused = (
+            isinstance(completed.verdict, Failure)
+            and completed.verdict.kind == "timeout"
+            and completed.events.world == 1
+        )
+        if isinstance(completed.verdict, Failure) and not (is_paused and slowest is not None):
+            return completed.verdict
+        measured = measure.measurement(completed.events, trial, completed.began, completed.state.memory_bytes)
+        problem = None if slowest is None else self._deviation(trial.candidate, slowest[0])
         return measured if problem is None else problem
 
-    def _described_run(self, trial: Trial) -> CompletedRun | None:
-        """Return the run that described the command, if the trial would repeat it and is the first to do so;
-        else None.
-        """
-        line, ran = self._described.pop(trial.candidate, (None, None))
-        if ran is None or trial.environment or trial.seed or trial.purpose != "search" or line != self._command.line:
+    def _pop_reusable_run(self, trial: Trial) -> CompletedRun | None:
+        """Remove and return the earlier run of the trial's setting, if the trial would only repeat it; else None."""
+        line, completed = self._reusable_runs.pop(trial.candidate, (None, None))
+        if (
+            completed is None
+            or trial.environment
+            or trial.seed
+            or trial.purpose != "search"
+            or line != self._command.line
+        ):
             return None
         limit_bytes = math.inf if trial.memory_limit_bytes is None else trial.memory_limit_bytes
-        return ran if ran.seen.memory_bytes <= limit_bytes else None
+        return completed if completed.state.memory_bytes <= limit_bytes else None
 
     def _run(self, trial: Trial) -> CompletedRun:
         began, deadlines = time.monotonic(), trial.deadlines
@@ -425,7 +452,7 @@ class CommandBackend(WorkloadBackend):
         return self._command.run(
             trial.candidate,
             deadlines,
-            lambda heard: measure.is_enough(heard, trial, began),
+            lambda events: measure.is_enough(events, trial, began),
             self._watcher,
             seed=trial.seed,
             environment={**(self._environment or {}), **trial.environment},
@@ -433,27 +460,31 @@ class CommandBackend(WorkloadBackend):
         )
 
     def _check(self, check: Check) -> Fidelity | Failure:
-        """Judge the fidelity of a precision by frozen runs in it and in fp32, with the same weights and batches of
-        today's size. No optimizer step is taken.
+        """Judge the fidelity of a precision by gradients of two runs, in it and in fp32, with the same weights and
+        batches of today's size. Optimizer steps are replaced by recording the gradients.
         """
         began, gradients, losses = time.monotonic(), [], []
         today = self._command.today
-        assert today is not None  # a search describes before it checks
+        assert today is not None  # `_describe` has run before
         if check.candidate.pinned_modules:
-            return check.unchecked("no modules of a command can be pinned", "Leave the pins out.")
+            return check.unchecked("modules of a command cannot be pinned", "Use the setting without pinned modules.")
         if "fp32" in self._command.unsettable:
-            why = self._command.unsettable["fp32"]
-            return check.unchecked(f"there is no fp32 to hold it against: {why}", "Let the command run in fp32 too.")
+            reason = self._command.unsettable["fp32"]
+            return check.unchecked(
+                f"there is no fp32 run to compare it with: {reason}", "Make the command run in fp32 too."
+            )
         with temporary_folder() as folder:
             for name, precision in (("low", check.candidate.precision), ("reference", "fp32")):
-                left = None if check.deadline_seconds is None else check.deadline_seconds - (time.monotonic() - began)
+                seconds_left = (
+                    None if check.deadline_seconds is None else check.deadline_seconds - (time.monotonic() - began)
+                )
                 output = folder / name
                 output.mkdir()
-                ran = self._command.run(
+                completed = self._command.run(
                     replace(today, precision=precision),
-                    Deadlines(whole_seconds=left),
-                    # The first steps of a GradScaler may be skipped, and give no gradients.
-                    lambda heard: max(heard.num_frozen_steps, heard.num_steps - MAX_SKIPS) >= NUM_FROZEN_STEPS,
+                    Deadlines(whole_seconds=seconds_left),
+                    # A GradScaler may skip its first steps, which give no gradients.
+                    lambda events: max(events.num_frozen_steps, events.num_steps - MAX_SKIPS) >= NUM_FROZEN_STEPS,
                     Watcher(),
                     seed=check.seed,
                     environment=self._environment,
@@ -464,13 +495,19 @@ class CommandBackend(WorkloadBackend):
                         "in_fp32": name == "reference",
                     },
                 )
-                if isinstance(ran.ending, Failure):
-                    return check.unchecked(ran.ending)
-                gradients.append(ran.heard.of(Gradient))
-                first = min(ran.heard.ranks.values(), key=lambda rank: rank.rank)
-                losses.append(tuple(_finite(step.losses[-1]) for step in first.pace[:NUM_FROZEN_STEPS] if step.losses))
-            steps = pair(*gradients)
-            if isinstance(steps, Unpaired):
+                if isinstance(completed.verdict, Failure):
+                    return check.unchecked(completed.verdict)
+                gradients.append(completed.events.of(Gradient))
+                first = min(completed.events.ranks.values(), key=lambda rank: rank.rank)
+                losses.append(
+                    tuple(
+                        _finite_or_zero(step.losses[-1])
+                        for step in first.primary_steps[:NUM_FROZEN_STEPS]
+                        if step.losses
+                    )
+                )
+            steps = pair_steps(*gradients)
+            if isinstance(steps, PairingProblem):
                 return check.unchecked(*steps)
             judged: Fidelity | Failure = self._local.submit(
                 FrozenPair(
@@ -484,17 +521,17 @@ class CommandBackend(WorkloadBackend):
             return judged
 
 
-def _ignoring(problem: str) -> WorkloadError:
+def _ignored_value_error(problem: str) -> WorkloadError:
     return WorkloadError(
         f"The command does not follow: {problem}.",
-        "Put the placeholder where the script takes the value from; --dry-run prints what is started.",
+        "Put the placeholder where the script reads the value; --dry-run prints the command that is started.",
     )
 
 
-def _failed_at(setting: Setting, failure: Failure) -> str:
+def _failure_at(setting: Setting, failure: Failure) -> str:
     return f"at {setting.batch_size} the command failed: {failure.message}"
 
 
-def _finite(loss: float | str) -> float:
-    """Return the loss, or 0 if it is not finite; its gradients show that too."""
+def _finite_or_zero(loss: float | str) -> float:
+    """Return the loss, or 0 if it is not finite: the gradients are not finite then either, and are judged."""
     return loss if isinstance(loss, float) else 0.0

@@ -1,6 +1,4 @@
-"""Training command with the facts learned from its runs: today's setting, what can be set, and the files that it
-leaves.
-"""
+"""Training command that is run for each trial, with the facts learned from its runs."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune_amp.command.leftovers import FOLDER, leftover_notes, remembered
+from autotune_amp.command.leftovers import FOLDER, leftover_notes, load_kept
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import TRIAL_DIR, CompletedRun, run
 from autotune_amp.core.command_template import CommandTemplate
@@ -22,14 +20,14 @@ from autotune_amp.processes.program import new_folder
 
 
 class Command:
-    """Launch line that is run many times.
+    """Training command that is run once for each trial.
 
-    Set once the command was observed: `today`, the setting that it runs; `maker`, the place that makes its training
-    loader; `unsettable`, as in `Description`; `sample_dim`, the dimension of the model's inputs along which samples are
-    counted if there is no DataLoader; `num_sharing`, the number of ranks that divide the batch size among them. Files
-    that runs leave outside of their own folders are moved to the folder `aside`, except data, whose paths are in
-    `kept`, and those that cannot be moved, in `stuck`. `opened` is called with the files of code and settings that a
-    run read.
+    The first run sets: `today`, the setting of the unchanged command; `maker`, the call that creates its training
+    loader (see `where.maker`); `unsettable`, as in `Description`; `sample_dim`, the dimension of the model's inputs
+    along which samples are counted if there is no DataLoader; `num_sharing`, the number of ranks among which a batch is
+    divided. Files that runs create outside of their own folders are moved to the folder `aside`, except data, listed in
+    `kept`, and files that cannot be moved, listed in `stuck`. `opened` is called with the files of code and settings
+    that a run read.
     """
 
     def __init__(self, line: CommandTemplate) -> None:
@@ -43,7 +41,7 @@ class Command:
         self.stuck: tuple[str, ...] = ()
         self.aside: Path | None = None
         self.opened: Callable[[Sequence[str]], object] = lambda _: None
-        self._memory: Path | None = None
+        self._kept_list: Path | None = None
 
     def run(
         self,
@@ -58,8 +56,8 @@ class Command:
         output: Path | None = None,
         **agent: Any,
     ) -> CompletedRun:
-        """Run the command once, filled with `setting`. A value without a placeholder that differs from today's is set
-        from outside.
+        """Run the command once with `setting`: values fill its placeholders; those without a placeholder that differ
+        from today's are set by the agent. `agent` are further settings of the agent.
         """
         outside = {} if self.today is None else self.line.outside(setting, self.today)
         if "batch_size" in outside:
@@ -67,7 +65,7 @@ class Command:
         folder = new_folder()
         trial_dir = str(folder / TRIAL_DIR)
         arguments, files = self.line.of_setting(setting, trial_dir, seed=seed, trial_dir=trial_dir, port=free_port())
-        ran = run(
+        completed = run(
             arguments,
             environment={**os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
             agent={"seed": seed, "outside": outside, "sample_dim": self.sample_dim, **agent},
@@ -79,21 +77,27 @@ class Command:
             watcher=watcher,
             memory_limit_bytes=memory_limit_bytes,
             output=output,
-            memory=self._memory,
+            memory=self._kept_list,
             aside=self.aside,
         )
-        self.kept, self.stuck = ran.kept, (*self.stuck, *ran.stuck)
-        self.opened([path for path in ran.opened if not {path, *map(str, Path(path).parents)}.intersection(ran.kept)])
-        return ran
+        self.kept, self.stuck = completed.kept, (*self.stuck, *completed.stuck)
+        self.opened(
+            [
+                path
+                for path in completed.opened
+                if not {path, *map(str, Path(path).parents)}.intersection(completed.kept)
+            ]
+        )
+        return completed
 
     def leftovers(self) -> tuple[str, ...]:
-        """Return sentences about the files that runs left, and where they are now."""
-        kept = self.kept if self._memory is None else remembered(self._memory)  # of a run that was interrupted too
+        """Return sentences for the user on the files that runs created, and where they are now."""
+        kept = self.kept if self._kept_list is None else load_kept(self._kept_list)  # also those of an interrupted run
         return leftover_notes(self.aside, kept, self.stuck)
 
     def keep_in(self, folder: Path) -> None:
-        """Move files that runs leave into a study's `folder` from now on, and load the list of the data that earlier
-        runs made.
+        """From now on, move the files that runs create to a subfolder of the study's `folder`. Load the list of data
+        that earlier runs created.
         """
-        self._memory, self.aside = folder / "made.json", folder.absolute() / FOLDER
-        self.kept = remembered(self._memory)
+        self._kept_list, self.aside = folder / "made.json", folder.absolute() / FOLDER
+        self.kept = load_kept(self._kept_list)

@@ -1,5 +1,5 @@
-"""Job that compares the gradients of two frozen runs: files in, a verdict out. Importing this module imports no
-torch.
+"""Job that judges a precision by the gradients of two runs, which are read from files. Importing this module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from autotune_amp.core.precisions import Precision
 
 
 class FrozenStep(msgspec.Struct, frozen=True, kw_only=True):
-    """Gradients of one optimizer at one batch on one rank: a file for each precision, and each parameter's number of
-    entries.
+    """Gradients of one optimizer at one batch on one rank: the path of the file for each precision, and the number of
+    entries of each parameter.
     """
 
     low: str
@@ -25,8 +25,8 @@ class FrozenStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrozenPair(Job[Fidelity], frozen=True, kw_only=True):
-    """Job that judges `precision` by `steps`, grouped by batch. `losses` are those of the low precision, then those of
-    fp32.
+    """Job that judges the fidelity of `precision` by the gradients of `steps`, grouped by batch. `losses` are those of
+    the low precision, then those of fp32.
     """
 
     answer: ClassVar[Any] = Fidelity
@@ -60,45 +60,45 @@ class FrozenPair(Job[Fidelity], frozen=True, kw_only=True):
         return fidelity_from_gradients(read("low"), read("reference"), self.losses, self.precision, self.batch_size)
 
 
-class Unpaired(NamedTuple):
+class PairingProblem(NamedTuple):
     """Reason why two runs cannot be compared, and the next step for the user."""
 
     why: str
     next_step: str
 
 
-_SEED = "Seed it: the same seed must give the same first weights and batches."
+_SEED = "Seed the random number generators: each run must start with the same weights and batches."
 
 
-def pair(low: list[Gradient], reference: list[Gradient]) -> tuple[tuple[FrozenStep, ...], ...] | Unpaired:
-    """Return the steps that both runs took, grouped by batch, or why the runs cannot be compared. `reference` ran in
+def pair_steps(low: list[Gradient], reference: list[Gradient]) -> tuple[tuple[FrozenStep, ...], ...] | PairingProblem:
+    """Return the steps that both runs recorded, grouped by batch, or why they cannot be compared. `reference` is of
     fp32.
     """
-    ours = {(g.rank, g.optimizer, g.number): g for g in low}
-    theirs = {(g.rank, g.optimizer, g.number): g for g in reference}
-    both = sorted(ours.keys() & theirs.keys(), key=lambda key: (key[2], key[0], key[1]))
-    if not both:
-        return Unpaired("no step was made in both runs", "Give a command that takes more steps.")
-    if any(theirs[key].has_low_weights for key in both):
-        return Unpaired(
-            "the weights are kept in half precision, and those of FSDP or in compiled code cannot be raised to fp32 "
-            "to hold it against",
+    low_by_key = {(g.rank, g.optimizer, g.number): g for g in low}
+    reference_by_key = {(g.rank, g.optimizer, g.number): g for g in reference}
+    common_keys = sorted(low_by_key.keys() & reference_by_key.keys(), key=lambda key: (key[2], key[0], key[1]))
+    if not common_keys:
+        return PairingProblem("the two runs have no step in common", "Give a command that takes more steps.")
+    if any(reference_by_key[key].has_low_weights for key in common_keys):
+        return PairingProblem(
+            "the weights are in half precision, and those of FSDP or of compiled code cannot be converted to fp32 for "
+            "the reference run",
             "Search once with the model loaded in fp32, or without FSDP and torch.compile.",
         )
-    if any(ours[key].batch is None for key in both):
-        return Unpaired(
-            "no batch could be seen, neither of a DataLoader nor as what enters the model",
+    if any(low_by_key[key].batch is None for key in common_keys):
+        return PairingProblem(
+            "no batch was observed, neither from a DataLoader nor as an input of the model",
             "Call the model with its batch as tensors.",
         )
-    if any(ours[key].weights != theirs[key].weights for key in both):
-        return Unpaired("the command begins with other weights every time", _SEED)
-    if any(ours[key].batch != theirs[key].batch for key in both):
-        return Unpaired("the command draws other batches every time", _SEED)
-    numbers = dict.fromkeys(key[2] for key in both)
+    if any(low_by_key[key].weights != reference_by_key[key].weights for key in common_keys):
+        return PairingProblem("the first weights differ from run to run", _SEED)
+    if any(low_by_key[key].batch != reference_by_key[key].batch for key in common_keys):
+        return PairingProblem("the batches differ from run to run", _SEED)
+    numbers = dict.fromkeys(key[2] for key in common_keys)
     return tuple(
         tuple(
-            FrozenStep(low=ours[key].path, reference=theirs[key].path, sizes=ours[key].sizes)
-            for key in both
+            FrozenStep(low=low_by_key[key].path, reference=reference_by_key[key].path, sizes=low_by_key[key].sizes)
+            for key in common_keys
             if key[2] == number
         )
         for number in numbers

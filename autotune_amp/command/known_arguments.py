@@ -1,4 +1,4 @@
-"""Placeholders for arguments that frameworks' parsers are known to take, so that a usual command needs none. Pure."""
+"""Insert placeholders for the arguments of frameworks' parsers, so that the user need not write them. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from autotune_amp.command.messages import Switch
 from autotune_amp.core.command_template import CommandTemplate
 
 
-class _Known(msgspec.Struct, frozen=True):
-    """Arguments of a parser: a flag for each number; for the precision, the flags to remove and the arguments of each
-    value.
+class _ParserArguments(msgspec.Struct, frozen=True):
+    """Arguments of a parser: `numbers` maps fields of a setting to flags; `precision_flags` are replaced by the
+    arguments in `precision` for each value.
     """
 
     numbers: dict[str, str]
@@ -23,8 +23,8 @@ class _Known(msgspec.Struct, frozen=True):
     precision: dict[str, str]
 
 
-_KNOWN = {
-    "HfArgumentParser": _Known(
+_ARGUMENTS_BY_PARSER = {
+    "HfArgumentParser": _ParserArguments(
         {"batch_size": "--per_device_train_batch_size", "accumulation_steps": "--gradient_accumulation_steps"},
         ("--bf16", "--fp16", "--tf32"),
         # Every flag has a value, since TRL's arguments are bf16 by default and take no flag without one.
@@ -35,7 +35,7 @@ _KNOWN = {
             "fp16": "--bf16 False --fp16 True",
         },
     ),
-    "LightningCLI": _Known(
+    "LightningCLI": _ParserArguments(
         {"accumulation_steps": "--trainer.accumulate_grad_batches"},
         ("--trainer.precision",),
         {
@@ -44,50 +44,50 @@ _KNOWN = {
             "fp16": "--trainer.precision=16-mixed",
         },
     ),
-    "accelerate launch": _Known(
+    "accelerate launch": _ParserArguments(
         {},
         ("--mixed_precision",),
         {"fp32": "--mixed_precision=no", "bf16": "--mixed_precision=bf16", "fp16": "--mixed_precision=fp16"},
     ),
 }
 _PRECISION_VALUE = re.compile(r"(?i)true|false|no|bf16|fp16|fp8|\w+-(mixed|true)|16|32|64")
-# Flags that scripts with a parser of their own have copied from Transformers' examples.
-_COPIED = {"batch_size": "--per_device_train_batch_size", "accumulation_steps": "--gradient_accumulation_steps"}
+# Flags of Transformers' examples, which scripts with other parsers use too.
+_COMMON_FLAGS = {"batch_size": "--per_device_train_batch_size", "accumulation_steps": "--gradient_accumulation_steps"}
 
 
 def with_placeholders(line: CommandTemplate, switches: Iterable[Switch]) -> tuple[CommandTemplate, list[str]]:
-    """Return `line` with placeholders for the arguments that the parsers behind `switches` take, where it has none, and
-    a note that lists these arguments.
+    """Return `line` with placeholders for the arguments of the parsers in `switches`, where it has none, and a note
+    that lists these arguments.
 
-    Arguments that are given keep their places; others come last, or right after ``accelerate launch``.
+    Arguments in the command keep their places; new ones come last, or right after ``accelerate launch``.
     """
     arguments, flags = list(line.arguments), dict[str, None]()
-    for name, flag in _COPIED.items():
-        if name not in line.placeholders and _value(arguments, flag) is not None:
+    for name, flag in _COMMON_FLAGS.items():
+        if name not in line.placeholders and _number_of_flag(arguments, flag) is not None:
             arguments = _with_number(arguments, name, flag, 1)
             flags[flag] = None
     for switch in switches:
-        is_copied = switch.owner == "Accelerator" and any(a.startswith("--mixed_precision") for a in arguments)
-        known = _KNOWN.get("accelerate launch" if is_copied else switch.parser)
-        if known is None or not (is_copied or _starts(arguments, switch)):
+        is_accelerate_flag = switch.owner == "Accelerator" and any(a.startswith("--mixed_precision") for a in arguments)
+        parser = _ARGUMENTS_BY_PARSER.get("accelerate launch" if is_accelerate_flag else switch.parser)
+        if parser is None or not (is_accelerate_flag or _names_script(arguments, switch)):
             continue
         at = arguments.index("launch") + 1 if switch.parser == "accelerate launch" else None
-        for name, flag in known.numbers.items():
+        for name, flag in parser.numbers.items():
             today = switch.today.get(name)
             if f"{{{name}" not in " ".join(arguments) and isinstance(today, int):
                 arguments = _with_number(arguments, name, flag, today)
                 flags[flag] = None
         today = switch.today.get("precision")
-        if "{precision" not in " ".join(arguments) and today in known.precision:
-            arguments = _with_precision(arguments, at, known, str(today))
-            flags |= dict.fromkeys(known.precision_flags)
+        if "{precision" not in " ".join(arguments) and today in parser.precision:
+            arguments = _with_precision(arguments, at, parser, str(today))
+            flags |= dict.fromkeys(parser.precision_flags)
     extended = msgspec.structs.replace(line, arguments=tuple(arguments))
-    note = f"Arguments that the script's parser is known to take were set: {', '.join(flags)}."
+    note = f"These arguments of the script's parser were set: {', '.join(flags)}."
     return extended, [note] if flags else []
 
 
-def _starts(arguments: list[str], switch: Switch) -> bool:
-    """Whether the command itself names the script, so that its arguments are the script's."""
+def _names_script(arguments: list[str], switch: Switch) -> bool:
+    """Whether the command itself starts the script of `switch`, so that arguments can be added to it."""
     if switch.parser == "accelerate launch":
         return len(arguments) > 1 and PurePath(arguments[0]).name == "accelerate" and arguments[1] == "launch"
     script = PurePath(switch.script)
@@ -100,40 +100,38 @@ def _spellings(flag: str) -> tuple[str, str]:
     return flag, flag[:2] + flag[2:].replace("_", "-")
 
 
-def _value(arguments: list[str], flag: str) -> tuple[int, str] | None:
-    """Return the position of a flag and its value, given as ``--flag value`` or ``--flag=value``; None if it is not
-    given.
-    """
+def _number_of_flag(arguments: list[str], flag: str) -> tuple[int, str] | None:
+    """Return the position and the number of a flag, from ``--flag 8`` or ``--flag=8``; None without a number."""
     for index, argument in enumerate(arguments):
         name, sign, value = argument.partition("=")
         if name in _spellings(flag):
             following = arguments[index + 1] if index + 1 < len(arguments) else ""
-            found = value if sign else following
-            return (index, found) if found.isdecimal() else None
+            text = value if sign else following
+            return (index, text) if text.isdecimal() else None
     return None
 
 
 def _with_number(arguments: list[str], name: str, flag: str, today: int) -> list[str]:
-    given = _value(arguments, flag)
-    if given is None:
+    position_and_value = _number_of_flag(arguments, flag)
+    if position_and_value is None:
         return [*arguments, flag, f"{{{name}={today}}}"]
-    index, value = given
-    own, sign, _ = arguments[index].partition("=")
+    index, value = position_and_value
+    spelling, sign, _ = arguments[index].partition("=")
     placeholder = f"{{{name}={value}}}"
     if sign:
-        return [*arguments[:index], f"{own}={placeholder}", *arguments[index + 1 :]]
+        return [*arguments[:index], f"{spelling}={placeholder}", *arguments[index + 1 :]]
     return [*arguments[: index + 1], placeholder, *arguments[index + 2 :]]
 
 
-def _with_precision(arguments: list[str], at: int | None, known: _Known, today: str) -> list[str]:
-    choices = "|".join(f"{precision}={flags}" for precision, flags in known.precision.items())
+def _with_precision(arguments: list[str], at: int | None, parser: _ParserArguments, today: str) -> list[str]:
+    choices = "|".join(f"{precision}={flags}" for precision, flags in parser.precision.items())
     placeholder = f"{{precision={today}:{choices}}}"
-    spelled = {each for flag in known.precision_flags for each in _spellings(flag)}
+    spelled = {each for flag in parser.precision_flags for each in _spellings(flag)}
     kept: list[str] = []
-    before = ""
+    previous = ""
     for argument in arguments:
-        is_value = before in spelled and _PRECISION_VALUE.fullmatch(argument) is not None
-        before = argument
+        is_value = previous in spelled and _PRECISION_VALUE.fullmatch(argument) is not None
+        previous = argument
         if is_value or argument.partition("=")[0] in spelled:
             at = len(kept) if at is None or len(kept) < at else at
         else:

@@ -1,8 +1,8 @@
-"""Files that the runs of a command leave outside of their own folders. They are moved away after each run, so that
-neither the next trial nor the real training run resumes from them.
+"""Move away the files that runs of a command create outside of their own folders, so that neither the next trial nor
+the real training resumes from them.
 
-The agent's guard lists every path that a run makes in one file. Entries `-path` are moved; `+path` are data that were
-downloaded or prepared, which stay for the next run once they are complete.
+The agent's guard lists every path that a run creates in one file. Entries `-path` are moved; entries `+path` are data
+that were downloaded or prepared, which stay for the next run once they are complete.
 """
 
 from __future__ import annotations
@@ -23,44 +23,45 @@ from autotune_amp.core.errors import FormatError
 from autotune_amp.core.recommendation import write_atomically
 
 FOLDER = "trial_leftovers"  # the folder of a study that leftovers are moved to
-_FILE_CLOCK_SECONDS = 0.02  # files are stamped by a clock that lags behind by a tick of the kernel, 10 ms at most
-MAX_NAMED, MAX_NAMED_IN_FOLDER = 5, 3  # beyond them they are counted
+_FILE_CLOCK_SECONDS = 0.02  # twice the largest tick (10 ms) of the kernel clock that sets file times
+MAX_LISTED, MAX_LISTED_IN_FOLDER = 5, 3  # more paths are only counted
 
 
-def write(file: Path, kept: Iterable[str]) -> None:
-    """Write the list of the data that earlier runs made, which the next run may change."""
+def write_kept(file: Path, kept: Iterable[str]) -> None:
+    """Write the list file of a run, with the data that earlier runs created, which this run may change."""
     file.write_bytes(b"".join(b"+" + os.fsencode(path) + b"\0" for path in kept))
 
 
-def entries_of(file: Path) -> list[str]:
-    """Return the entries of a file to which the processes of a run add paths; empty if none was added."""
+def read_entries(file: Path) -> list[str]:
+    """Return the entries of a list file to which the processes of a run append; empty if it does not exist."""
     content = file.read_bytes() if file.exists() else b""
     return [os.fsdecode(entry) for entry in content.split(b"\0") if entry]
 
 
 def set_aside(file: Path, folder: Path | None, data_until: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Move the paths that are listed in `file` to `folder`, below which they keep their path from the working
-    directory, or from the root.
+    """Move the paths listed in `file` to `folder`, at their path relative to the working directory, or below `root`.
 
-    Data last written before `data_until` (seconds since the epoch) stay; later data may be incomplete. A file that an
-    earlier run left in `folder` under the same path is replaced. Return the data that stay and exist, or all paths if
-    `folder` is None, and the paths that cannot be moved. A folder that a run made stands for its files.
+    Data last written before `data_until` (seconds since the epoch) stay; later data may be incomplete. A file of an
+    earlier run at the same place in `folder` is replaced. Return the data that stay (all existing paths if `folder` is
+    None) and the paths that cannot be moved. A folder that the run created represents its files.
     """
-    noted = entries_of(file)
-    data = {entry[1:] for entry in noted if entry[0] == "+"}
-    made = {entry[1:] for entry in noted}
+    entries = read_entries(file)
+    data = {entry[1:] for entry in entries if entry[0] == "+"}
+    created = {entry[1:] for entry in entries}
     if folder is None:
-        return _outermost(made), ()
+        return _existing_outermost(created), ()
     stuck = {
-        path for path in sorted(made) if not _move(Path(path), _target(Path(path), folder), data, made, data_until)
+        path
+        for path in sorted(created)
+        if not _move_to(Path(path), _target(Path(path), folder), data, created, data_until)
     }
-    return _outermost(data - stuck), _outermost(stuck)
+    return _existing_outermost(data - stuck), _existing_outermost(stuck)
 
 
-def _outermost(paths: Collection[str]) -> tuple[str, ...]:
-    """Return those of the paths that exist and are not below another one."""
-    found = (path for path in paths if not any(str(parent) in paths for parent in Path(path).parents))
-    return tuple(sorted(path for path in found if os.path.lexists(path)))
+def _existing_outermost(paths: Collection[str]) -> tuple[str, ...]:
+    """Return the existing paths that are not below another of the paths, sorted."""
+    outermost = (path for path in paths if not any(str(parent) in paths for parent in Path(path).parents))
+    return tuple(sorted(path for path in outermost if os.path.lexists(path)))
 
 
 def _target(path: Path, folder: Path) -> Path:
@@ -68,11 +69,19 @@ def _target(path: Path, folder: Path) -> Path:
     return folder / (path.relative_to(here) if path.is_relative_to(here) else Path("root", *path.parts[1:]))
 
 
-def _move(
-    path: Path, target: Path, data: Collection[str], made: Collection[str], data_until: float, *, is_data: bool = False
+def _move_to(
+    path: Path,
+    target: Path,
+    data: Collection[str],
+    created: Collection[str],
+    data_until: float,
+    *,
+    is_data: bool = False,
 ) -> bool:
-    """Move a file or the contents of a folder, except `data` of before `data_until` and subfolders that are not `made`
-    by the run, as another program may have made them; return whether all of it was moved.
+    """Move a file, or the contents of a folder; return whether all could be moved.
+
+    Two exceptions stay: `data` written before `data_until`, and subfolders that are not in `created`, which another
+    program may have created.
     """
     if not os.path.lexists(path):
         return True
@@ -88,9 +97,9 @@ def _move(
             return True
         if not is_data:
             target.mkdir(parents=True, exist_ok=True)
-        inner = [each for each in sorted(path.iterdir()) if is_data or str(each) in made or not _is_folder(each)]
-        are_moved = [_move(each, target / each.name, data, made, data_until, is_data=is_data) for each in inner]
-        with suppress(OSError):  # data are in it
+        inner = [each for each in sorted(path.iterdir()) if is_data or str(each) in created or not _is_folder(each)]
+        are_moved = [_move_to(each, target / each.name, data, created, data_until, is_data=is_data) for each in inner]
+        with suppress(OSError):  # it still contains data
             path.rmdir()
     except OSError:
         return False
@@ -98,7 +107,7 @@ def _move(
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether a path is a folder itself, and no link to one."""
+    """Whether a path is a folder, not a symbolic link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
@@ -112,31 +121,31 @@ def _replace(path: Path, target: Path) -> None:
         shutil.move(path, target)
 
 
-def _from_here(path: str) -> str:
+def _relative(path: str) -> str:
     return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
 
 
-def remember(path: Path, kept: Iterable[str]) -> None:
-    """Write the paths that stay to the file `path`, with the state that shows whether they were changed since."""
+def save_kept(path: Path, kept: Iterable[str]) -> None:
+    """Write the paths of data that stay to the JSON file `path`, each with its `_state`, to recognise later changes."""
     files = {str(file): _state(file) for each in kept for file in (Path(each), *sorted(Path(each).rglob("*")))}
     write_atomically(path, json.dumps(files, indent=1))
 
 
-def clear_up(noted: str, aside: str, memory: str, began: float) -> None:
-    """Move the paths listed in the file `noted` to the folder `aside`, and write those that stay to the file `memory`.
+def clear_up(created_list: str, aside: str, memory: str, began: float) -> None:
+    """Move the paths listed in the file `created_list` to the folder `aside`; write those that stay to the file
+    `memory`.
 
-    The supervisor of a command calls this if the search was killed. Data written since `began` (seconds since the
-    epoch) are moved too, since they may be incomplete.
+    The supervisor process of a command calls it if the search was killed. Data written since `began` (seconds since the
+    epoch) are moved too, as they may be incomplete.
     """
-    remember(Path(memory), set_aside(Path(noted), Path(aside), began)[0])
+    save_kept(Path(memory), set_aside(Path(created_list), Path(aside), began)[0])
 
 
 CLEAR_UP = clear_up.__module__, clear_up.__name__
 
 
-def remembered(path: Path) -> tuple[str, ...]:
-    """Return the paths that `remember` wrote and that nobody changed or made anew since; a folder only if this holds
-    for all of its files.
+def load_kept(path: Path) -> tuple[str, ...]:
+    """Return the paths that `save_kept` wrote and that are unchanged since; a folder only if all of its files are.
 
     Raises `FormatError` if the file is damaged.
     """
@@ -146,10 +155,10 @@ def remembered(path: Path) -> tuple[str, ...]:
         return ()
     except (OSError, msgspec.MsgspecError) as error:
         raise FormatError(
-            f"{path} is damaged: {cause(error)}.", "Remove it: it lists files that trials left."
+            f"{path} is damaged: {cause(error)}.", "Delete it: it only lists files that trials created."
         ) from error
-    same = {name for name, state in files.items() if state is not None and _state(Path(name)) == state}
-    return tuple(sorted(name for name in same if _holds_only(Path(name), same)))
+    unchanged = {name for name, state in files.items() if state is not None and _state(Path(name)) == state}
+    return tuple(sorted(name for name in unchanged if _contains_only(Path(name), unchanged)))
 
 
 def _state(path: Path) -> list[int] | None:
@@ -157,55 +166,57 @@ def _state(path: Path) -> list[int] | None:
     not exist.
     """
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return None
-    return [found.st_ino] if path.is_dir() else [found.st_ino, found.st_mtime_ns]
+    return [status.st_ino] if path.is_dir() else [status.st_ino, status.st_mtime_ns]
 
 
-def _holds_only(path: Path, names: Collection[str]) -> bool:
+def _contains_only(path: Path, names: Collection[str]) -> bool:
     return not path.is_dir() or all(str(inner) in names for inner in path.rglob("*"))
 
 
 def leftover_notes(folder: Path | None, kept: Iterable[str], stuck: Iterable[str]) -> tuple[str, ...]:
-    """Return sentences for the user on the files that could not be moved (`stuck`), those that were moved to `folder`,
-    and the data that were `kept`; empty if there are none.
+    """Return sentences for the user on the files that could not be moved (`stuck`), those moved to `folder`, and the
+    data that stay (`kept`); empty if there are none.
     """
-    said, moved, stay = [], _moved_to(folder) if folder else (), named(map(_from_here, kept))
-    if left := named(map(_from_here, (path for path in stuck if os.path.lexists(path)))):
-        said.append(f"Trials wrote {left}, which could not be moved: remove it, or your own run may resume from it.")
-    if folder and moved:
-        said.append(
-            f"Trials wrote {named(moved)}: moved to {os.path.relpath(folder)}, so that your own run does not resume "
-            "from it. Delete it when you like."
+    notes, moved, staying = [], _paths_moved_to(folder) if folder else (), shortened_list(map(_relative, kept))
+    if not_moved := shortened_list(map(_relative, (path for path in stuck if os.path.lexists(path)))):
+        notes.append(
+            f"Trials wrote {not_moved}, which could not be moved: remove it, or your own run may resume from it."
         )
-    if stay:
-        said.append(f"Data or caches that trials wrote stay in their place: {stay}.")
-    return tuple(said)
+    if folder and moved:
+        notes.append(
+            f"Trials wrote {shortened_list(moved)}: moved to {os.path.relpath(folder)}, so that your own run does not "
+            "resume from it. Delete it when you like."
+        )
+    if staying:
+        notes.append(f"Data or caches that trials wrote stay in their place: {staying}.")
+    return tuple(notes)
 
 
-def _moved_to(folder: Path) -> tuple[str, ...]:
-    """Return the former paths of the files in `folder`; if a folder they were in no longer exists, the path of that
-    folder.
+def _paths_moved_to(folder: Path) -> tuple[str, ...]:
+    """Return the former paths of the files in `folder`. If the folder of a file no longer exists, return that
+    instead.
     """
-    found = set()
+    former_paths = set()
     for file in folder.rglob("*"):
         if _is_folder(file):
             continue
         path = file.relative_to(folder)
         path = Path("/", *path.parts[1:]) if path.parts[0] == "root" else path
-        gone = (each for each in (*reversed(path.parents), path) if not os.path.lexists(each))
-        found.add(str(next(gone, path)))
-    return tuple(sorted(found))
+        missing = (each for each in (*reversed(path.parents), path) if not os.path.lexists(each))
+        former_paths.add(str(next(missing, path)))
+    return tuple(sorted(former_paths))
 
 
-def named(paths: Iterable[str]) -> str:
-    """Return a text that lists the first `MAX_NAMED` paths; a folder with more than `MAX_NAMED_IN_FOLDER` of them is
-    listed with their number.
+def shortened_list(paths: Iterable[str]) -> str:
+    """Return a text that lists the first `MAX_LISTED` paths. Of a folder with more than `MAX_LISTED_IN_FOLDER` of them,
+    only their number is listed.
     """
-    found = [Path(path) for path in paths]
-    num_in = Counter(path.parent for path in found)
-    names = [str(path) for path in found if num_in[path.parent] <= MAX_NAMED_IN_FOLDER]
-    names += [f"{num} in {folder}" for folder, num in num_in.items() if num > MAX_NAMED_IN_FOLDER]
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
+    all_paths = [Path(path) for path in paths]
+    num_in = Counter(path.parent for path in all_paths)
+    names = [str(path) for path in all_paths if num_in[path.parent] <= MAX_LISTED_IN_FOLDER]
+    names += [f"{num} in {folder}" for folder, num in num_in.items() if num > MAX_LISTED_IN_FOLDER]
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more

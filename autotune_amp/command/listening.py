@@ -1,4 +1,4 @@
-"""Parent's end of the socket: one thread receives the messages of all processes of a run."""
+"""Server of the agents' socket: a thread receives the messages of all processes of a run."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ _DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
 class Listener:
-    """Server of the socket at `path`. `heard` is a queue of the received messages, in the order of their arrival."""
+    """Server of the Unix socket at `path`. `messages` is a queue of the received messages, in order of arrival."""
 
     def __init__(self, path: str) -> None:
-        self.heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(path)
         self._server.listen(128)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
-        self._wakes, self._wakened = socket.socketpair()
-        self._selector.register(self._wakened, selectors.EVENT_READ)
+        self._wake_sender, self._wake_receiver = socket.socketpair()
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._listen, daemon=True, name="autotune-amp listener")
         self._thread.start()
 
-    def ask(self, what: str) -> None:
-        """Send the request `what` to all connected processes."""
+    def send_request(self, request: str) -> None:
+        """Send a request, such as ``dump``, to all connected processes (see `Channel.listen`)."""
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
                 with contextlib.suppress(OSError):
-                    key.fileobj.sendall(what.encode() + b"\n")  # type: ignore[union-attr]
+                    key.fileobj.sendall(request.encode() + b"\n")  # type: ignore[union-attr]
 
     def close(self) -> None:
         """End the thread and close all connections."""
-        self._wakes.send(b".")
+        self._wake_sender.send(b".")
         self._thread.join()
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
-        self._wakes.close()
+        self._wake_sender.close()
 
     def _listen(self) -> None:
         while True:
             for key, _ in self._selector.select():
-                if key.fileobj is self._wakened:
+                if key.fileobj is self._wake_receiver:
                     return
                 if key.fileobj is self._server:
                     connection, _ = self._server.accept()
-                    self._selector.register(connection, selectors.EVENT_READ, _Speaker(connection))
-                elif not key.data.read(self.heard):
+                    self._selector.register(connection, selectors.EVENT_READ, _Connection(connection))
+                elif not key.data.read(self.messages):
                     self._selector.unregister(key.fileobj)
                     key.data.connection.close()
 
 
-def _unreadable(pid: int, line: bytes, error: Exception) -> Error:
-    """Return an error in the name of a process that sent a line that cannot be read."""
+def _decoding_error(pid: int, line: bytes, error: Exception) -> Error:
+    """Return the `Error` message that replaces a line which cannot be decoded."""
     return Error(
         pid=pid,
         time=time.monotonic(),
@@ -75,26 +75,28 @@ def _unreadable(pid: int, line: bytes, error: Exception) -> Error:
     )
 
 
-class _Speaker:
+class _Connection:
+    """Connection of one process, with the bytes of an incomplete line."""
+
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self._pid: int | None = None
-        self._rest = b""
+        self._partial_line = b""
 
-    def read(self, heard: queue.SimpleQueue[Message]) -> bool:
-        """Put the received messages into `heard`; return false once the connection has ended."""
+    def read(self, messages: queue.SimpleQueue[Message]) -> bool:
+        """Put the received messages into `messages`; return false once the connection has ended."""
         try:
             chunk = self.connection.recv(1 << 16)
         except OSError:
             chunk = b""
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + chunk).split(b"\n")
         for line in lines:
             try:
                 message = decode(line, _DECODER)
-            except msgspec.MsgspecError as error:  # the messages after it are still read
-                message = _unreadable(self._pid or 0, line, error)
+            except msgspec.MsgspecError as error:  # later lines are still read
+                message = _decoding_error(self._pid or 0, line, error)
             self._pid = message.pid
-            heard.put(message)
+            messages.put(message)
         if not chunk and self._pid is not None:
-            heard.put(ConnectionClosed(pid=self._pid, time=time.monotonic()))
+            messages.put(ConnectionClosed(pid=self._pid, time=time.monotonic()))
         return bool(chunk)

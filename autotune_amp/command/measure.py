@@ -1,4 +1,4 @@
-"""Result of an observed run of a command: the measurement of its setting, or a description of the command. Pure."""
+"""Functions that derive a measurement, a description or a setting from the observed steps of a command. Pure."""
 
 from __future__ import annotations
 
@@ -17,107 +17,113 @@ from autotune_amp.processes.ranks import failure_of_rank
 from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, NUM_WARMUP_STEPS, Trial, stop_reason
 from autotune_amp.trial.judge import RunEvidence, judge
 
-MIN_NUM_INTERVALS = 2
-MAX_RARE = 0.1  # share of a run's steps
-_LOW: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
-FULL: frozenset[str] = frozenset({"fp32", "tf32"})  # no autocast region shows TF32
+MIN_NUM_INTERVALS = 2  # the least from which an interval of the step time can be given
+MAX_RARE_SHARE = 0.1  # numbers of batches in at most this share of the steps are ignored
+_PRECISION_BY_DTYPE: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
+FULL_PRECISIONS: frozenset[str] = frozenset({"fp32", "tf32"})  # not distinguished by autocast regions
 
 
-def slowest(heard: RunEvents) -> tuple[Rank, list[Interval]] | None:
-    """Return the rank whose steps take longest and its intervals; None before every rank has `MIN_NUM_INTERVALS`."""
-    found = [(rank, list(rank.intervals())) for rank in heard.ranks.values()]
-    if not heard.is_whole or not found or min(len(intervals) for _, intervals in found) < MIN_NUM_INTERVALS:
+def slowest_rank(events: RunEvents) -> tuple[Rank, list[Interval]] | None:
+    """Return the rank with the longest mean step time and its intervals; None before every rank has
+    `MIN_NUM_INTERVALS`.
+    """
+    intervals_by_rank = [(rank, list(rank.intervals())) for rank in events.ranks.values()]
+    least = min((len(intervals) for _, intervals in intervals_by_rank), default=0)
+    if not events.has_all_ranks or least < MIN_NUM_INTERVALS:
         return None
-    return max(found, key=lambda pair: fmean(one.step_seconds for one in pair[1]))
+    return max(intervals_by_rank, key=lambda pair: fmean(interval.step_seconds for interval in pair[1]))
 
 
-def is_enough(heard: RunEvents, trial: Trial, began: float) -> bool:
-    """Whether the steps of the run are measured as well as the trial asks for, or are far too slow."""
-    found = slowest(heard)
-    if found is None:
+def is_enough(events: RunEvents, trial: Trial, began: float) -> bool:
+    """Whether the run can be ended: its steps are measured as precisely as the trial requires, or are far too slow."""
+    slowest = slowest_rank(events)
+    if slowest is None:
         return False
-    rank, intervals = found
+    rank, intervals = slowest
     low, high = trial.num_steps
     num_steps = sum(one.num_steps for one in intervals)
     measuring_seconds = sum(one.step_seconds * one.num_steps for one in intervals)
     why = stop_reason(
         trial,
-        [one.step_seconds for one in intervals],
+        [interval.step_seconds for interval in intervals],
         is_whole=num_steps >= low,
         is_most=num_steps >= high,
         measure_seconds=trial.measure_seconds or float("inf"),
         measuring_seconds=measuring_seconds,
         training_seconds=rank.steps[-1].time - began,
     )
-    return why is not None
+    return reason is not None
 
 
-def foreseen_seconds(heard: RunEvents, began: float) -> float | None:
-    """Return the predicted seconds from `began` until the run has the least number of intervals to measure; None until
-    every rank has taken two steps.
+def predicted_measurement_seconds(events: RunEvents, began: float) -> float | None:
+    """Return the predicted seconds from `began` until every rank has `MIN_NUM_INTERVALS` intervals; None until every
+    rank has taken two steps.
     """
-    found = [(rank.pace[0].time - began, rank.step_seconds) for rank in heard.ranks.values() if rank.pace]
-    steps = [seconds for _, seconds in found if seconds is not None]
-    if not heard.is_whole or len(steps) < len(found) or not steps:
+    times = [
+        (rank.primary_steps[0].time - began, rank.step_seconds) for rank in events.ranks.values() if rank.primary_steps
+    ]
+    steps = [seconds for _, seconds in times if seconds is not None]
+    if not events.has_all_ranks or len(steps) < len(times) or not steps:
         return None
     num_warmup = 2 if max(steps) >= MAX_FALLING_SECONDS else NUM_WARMUP_STEPS
-    return max(first for first, _ in found) + (num_warmup - 1 + MIN_NUM_INTERVALS) * max(steps)
+    return max(first for first, _ in times) + (num_warmup - 1 + MIN_NUM_INTERVALS) * max(steps)
 
 
-def measurement(heard: RunEvents, trial: Trial, began: float, memory_bytes: int) -> Measurement | Failure:
+def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int) -> Measurement | Failure:
     """Return the measurement of a run, or the `Failure` that `judge` finds in the losses or the memory of a rank.
 
-    The rate is the samples of all ranks by the time of the slowest. Memory is that of all ranks together on a CPU, and
-    of the largest rank on an accelerator; `memory_bytes` of all processes, which counts against a CPU's limit, is
-    reported if it is larger.
+    Samples per second are those of all ranks, in the step time of the slowest. Memory is that of all ranks together on
+    a CPU, and of the largest rank on an accelerator. On a CPU the reserved memory is `memory_bytes`, that of all
+    processes, if it is larger.
     """
-    found = slowest(heard)
-    if found is None:
+    slowest = slowest_rank(events)
+    if slowest is None:
         return Failure(kind="workload_error", message="too few optimizer steps were seen to measure it")
-    rank, intervals = found
-    rate = heard.samples_per_second()
+    rank, intervals = slowest
+    rate = events.samples_per_second()
     assert rate is not None
-    raw = tuple(one.step_seconds for one in intervals)
+    raw = tuple(interval.step_seconds for interval in intervals)
     step_seconds = fmean(raw)
     low, high = trimmed_interval(raw)
-    peaks = [each.peak_memory_bytes or 0 for each in heard.ranks.values()]
-    reserved = [each.reserved_memory_bytes for each in heard.ranks.values() if each.reserved_memory_bytes is not None]
+    peaks = [each.peak_memory_bytes or 0 for each in events.ranks.values()]
+    reserved = [each.reserved_memory_bytes for each in events.ranks.values() if each.reserved_memory_bytes is not None]
     losses = [float(loss) for step in rank.steps for loss in step.losses]
     reserved_bytes = max(reserved) if reserved else max(memory_bytes, sum(peaks))
-    # On a CPU the memory limit was already applied to the processes of the run while it went on.
+    # On a CPU the limit was already enforced while the run was going on.
     limit_bytes = None if trial.device == "cpu" else trial.memory_limit_bytes
     if failure := judge(RunEvidence(memory_bytes=reserved_bytes, memory_limit_bytes=limit_bytes)):
         return failure
-    for each in heard.ranks.values():
+    for each in events.ranks.values():
         for steps in each.warm_losses:
             if failure := judge(RunEvidence(steps=steps)):
                 return failure_of_rank(failure, each.rank, each.world)
-    first = rank.pace[0].time - began
+    first = rank.primary_steps[0].time - began
     return Measurement(
         step_seconds=step_seconds,
         step_seconds_interval=(min(low, step_seconds), max(high, step_seconds)),
         samples_per_second=rate,
-        data_seconds=fmean(one.wait_seconds / one.num_steps for one in intervals),
+        data_seconds=fmean(interval.wait_seconds / interval.num_steps for interval in intervals),
         peak_memory_bytes=max(peaks) if reserved else sum(peaks),
         reserved_memory_bytes=reserved_bytes,
         raw_step_seconds=raw,
-        num_steps_together=max(one.num_steps for one in intervals),
+        num_steps_together=max(interval.num_steps for interval in intervals),
         build_seconds=first,
         context_seconds=0.0,
         first_step_seconds=first,
-        num_skips=sum(one.num_skips for one in intervals),
+        num_skips=sum(interval.num_skips for interval in intervals),
         last_loss=losses[-1] if losses and math.isfinite(losses[-1]) else None,
         was_cut=trial.cut_step_seconds is not None and step_seconds > trial.cut_step_seconds,
         num_compiling_steps=rank.num_compiling_steps,
-        num_steps_taken=len(rank.pace),
+        num_steps_taken=len(rank.primary_steps),
     )
 
 
 def description(rank: Rank, name: str, today: Setting, began: float) -> Description:
-    """Return the description of a command from the rank that was observed when it ran with its setting of `today`."""
+    """Return the description of a command from a rank of its unchanged run, whose setting is `today`."""
     loader = training_loader(rank)
     num_by_dtype = _num_parameters(rank)
-    weights, has_frozen_low = _most(num_by_dtype), any(dtype in _LOW for dtype in _num_frozen(rank))
+    weights = _most_frequent_precision(num_by_dtype)
+    has_frozen_low = any(dtype in _PRECISION_BY_DTYPE for dtype in _num_frozen(rank))
     return Description(
         name=name,
         batch_size=today.batch_size,
@@ -128,7 +134,7 @@ def description(rank: Rank, name: str, today: Setting, began: float) -> Descript
         weights="frozen_low" if weights == "fp32" and has_frozen_low else weights,  # type: ignore[arg-type]
         as_found_precision=today.precision,
         is_as_found_strict=True,
-        build_seconds=rank.pace[0].time - began,
+        build_seconds=rank.primary_steps[0].time - began,
         context_seconds=0.0,
         accumulation_steps=today.accumulation_steps,
         weighs_passes=True,
@@ -137,28 +143,28 @@ def description(rank: Rank, name: str, today: Setting, began: float) -> Descript
 
 
 def training_loader(rank: Rank) -> Loader | None:
-    """Return the loader that training fetches from; of several, the one with the largest dataset. None if there is
-    none.
+    """Return the loader that yields the training batches; of several, the one with the largest dataset. None if there
+    is none.
     """
     loaders = [rank.loaders[index] for index in rank.training_loaders if index in rank.loaders]
     return max(loaders, key=lambda each: each.num_samples or 0, default=None)
 
 
 def samples_per_step(rank: Rank) -> float | None:
-    """Return the number of samples in an optimizer step of one rank: that of most steps, since the last batch of an
-    epoch is smaller, else the mean. None if too few steps were seen.
+    """Return the number of samples in an optimizer step of one rank: the same in at least half of the intervals (the
+    last batch of an epoch may be smaller), else the mean. None without intervals.
     """
     intervals = list(rank.intervals())
-    return _usual([(one.num_samples, one.num_steps) for one in intervals])
+    return _most_frequent_quotient([(interval.num_samples, interval.num_steps) for interval in intervals])
 
 
 def batch_sizes(rank: Rank) -> frozenset[float]:
-    """Return the sizes that count as the batch size, in samples on one rank: that of the batches from the loaders, and
-    that of the model's inputs, which is smaller if the script divides its batches. Empty if nothing was seen.
+    """Return the candidates for the batch size of one rank, in samples: that of the loaders' batches, and that of the
+    model's inputs, which is smaller if the script splits its batches. Empty if neither was observed.
     """
-    intervals = [one for one in rank.intervals() if one.num_batches]
-    handed_out = _usual([(one.num_samples, one.num_batches) for one in intervals])
-    return frozenset(size for size in (handed_out, rank.entered.batch_size if rank.steps else None) if size)
+    intervals = [interval for interval in rank.intervals() if interval.num_batches]
+    handed_out = _most_frequent_quotient([(interval.num_samples, interval.num_batches) for interval in intervals])
+    return frozenset(size for size in (handed_out, rank.entered_batches.batch_size if rank.steps else None) if size)
 
 
 def batch_size(rank: Rank) -> int:
@@ -168,17 +174,19 @@ def batch_size(rank: Rank) -> int:
 
 
 def passes_per_step(rank: Rank) -> tuple[float, float] | None:
-    """Return the least and the largest number of batches in an optimizer step, without steps whose number is rare, as
-    at the end of an epoch. None if too few steps were seen.
+    """Return the least and the largest number of batches in an optimizer step. Numbers that are rare, as at the end of
+    an epoch, are ignored. None without intervals.
     """
-    nums = [one.num_batches / one.num_steps for one in rank.intervals() if one.num_batches]
+    nums = [interval.num_batches / interval.num_steps for interval in rank.intervals() if interval.num_batches]
     counted = Counter(nums)
-    usual = [num for num in nums if counted[num] > max(1, MAX_RARE * len(nums))] or nums
+    usual = [num for num in nums if counted[num] > max(1, MAX_RARE_SHARE * len(nums))] or nums
     return (min(usual), max(usual)) if usual else None
 
 
-def _usual(amounts: list[tuple[float, float]]) -> float | None:
-    """Return the quotient of most of the pairs, else the quotient of their sums; None without pairs."""
+def _most_frequent_quotient(amounts: list[tuple[float, float]]) -> float | None:
+    """Return the quotient a/b that at least half of the pairs have, else the quotient of the sums; None
+    without pairs.
+    """
     if not amounts:
         return None
     usual, num = Counter(a / b for a, b in amounts).most_common(1)[0]
@@ -186,65 +194,68 @@ def _usual(amounts: list[tuple[float, float]]) -> float | None:
 
 
 def autocast_precision(rank: Rank) -> Precision:
-    """Return the compute type of the steps as set by autocast or by FSDP's mixed precision: "fp32" or "tf32" if neither
-    lowered anything, whatever the dtype of the weights.
+    """Return the precision set by autocast or by FSDP's mixed precision: "fp32" or "tf32" if neither is used, whatever
+    the dtype of the weights.
     """
     devices = {device.partition(":")[0] for optimizer in rank.optimizers.values() for device in optimizer.devices}
     regions = [region.partition(":") for step in rank.steps for region in step.regions]
-    low = Counter(_LOW[dtype] for device, _, dtype in regions if device in devices and dtype in _LOW)
+    low = Counter(
+        _PRECISION_BY_DTYPE[dtype] for device, _, dtype in regions if device in devices and dtype in _PRECISION_BY_DTYPE
+    )
     if low:
         return max(low, key=lambda precision: low[precision])
-    used = _used(rank)
-    if used and max(used, key=lambda dtype: used[dtype]) not in _num_parameters(rank) + _num_frozen(rank):
-        return _most(used)  # no weight is kept in this dtype: FSDP casts them
+    num_forwards = _num_forwards_by_dtype(rank)
+    kept_dtypes = _num_parameters(rank) + _num_frozen(rank)
+    if num_forwards and max(num_forwards, key=lambda dtype: num_forwards[dtype]) not in kept_dtypes:
+        return _most_frequent_precision(num_forwards)  # no parameter has this dtype: FSDP casts them
     return "tf32" if any(optimizer.uses_tf32 for optimizer in rank.optimizers.values()) else "fp32"
 
 
 def weights_of(rank: Rank) -> Precision | None:
-    """Return the precision in which most weights of the modules are used; None if nothing of that was seen, as when
-    everything was compiled without an autocast region.
+    """Return the precision in which most weights are used; None if it was not observed, because the whole model was
+    compiled without an autocast region.
     """
-    used = _used(rank)
+    num_forwards = _num_forwards_by_dtype(rank)
     is_compiled = any(step.num_compilations for step in rank.steps)
-    if not used and is_compiled and not any(step.regions for step in rank.steps):
+    if not num_forwards and is_compiled and not any(step.regions for step in rank.steps):
         return None
-    return _most(used or _num_parameters(rank))
+    return _most_frequent_precision(num_forwards or _num_parameters(rank))
 
 
 def precision_of(rank: Rank) -> Precision | None:
-    """Return the precision of the steps: that of autocast, else that in which the weights are used; None if neither was
-    seen.
-    """
+    """Return the precision of the steps: that of autocast, else that of the weights; None if neither was observed."""
     precision, weights = autocast_precision(rank), weights_of(rank)
-    if precision not in FULL or weights is None:
-        return None if precision in FULL else precision
-    return precision if weights in FULL else weights
+    if precision not in FULL_PRECISIONS or weights is None:
+        return None if precision in FULL_PRECISIONS else precision
+    return precision if weights in FULL_PRECISIONS else weights
 
 
 def todays_precision(rank: Rank) -> Precision:
-    """Return the precision of an unchanged training run: that of autocast, whatever dtype the weights are loaded in,
-    unless an argument of the framework sets that dtype, such as Lightning's ``bf16-true`` or DeepSpeed's.
+    """Return the precision of the unchanged training: that of autocast, not of the weights, unless an argument of the
+    framework sets the weights' dtype (Lightning's ``bf16-true``, DeepSpeed).
     """
-    seen = precision_of(rank)
-    stated = [switch.today.get("precision", seen) for switch in rank.switches if "precision" in switch.arguments]
-    return seen if seen is not None and seen in stated else autocast_precision(rank)
+    observed = precision_of(rank)
+    configured = [
+        switch.today.get("precision", observed) for switch in rank.switches if "precision" in switch.arguments
+    ]
+    return observed if observed is not None and observed in configured else autocast_precision(rank)
 
 
 def _num_parameters(rank: Rank) -> Counter[str]:
-    """Count the parameters of all its optimizers, by dtype."""
+    """Return the number of parameters in all optimizers of the rank, by dtype."""
     return sum((Counter(optimizer.num_parameters) for optimizer in rank.optimizers.values()), Counter())
 
 
-def _used(rank: Rank) -> Counter[str]:
-    """Return how many forward passes of modules used weights of each dtype."""
+def _num_forwards_by_dtype(rank: Rank) -> Counter[str]:
+    """Return the number of recorded forwards that used weights of each dtype."""
     return Counter(dtype for step in rank.steps for _, _, dtype in step.forwards)
 
 
 def _num_frozen(rank: Rank) -> Counter[str]:
-    """Count the parameters that its modules keep as they are, by dtype."""
+    """Return the number of parameters of the rank's modules that are not trained, by dtype."""
     return sum((Counter(optimizer.num_frozen) for optimizer in rank.optimizers.values()), Counter())
 
 
-def _most(num_by_dtype: Counter[str]) -> Precision:
+def _most_frequent_precision(num_by_dtype: Counter[str]) -> Precision:
     """Return the precision of the most frequent dtype."""
-    return _LOW.get(max(num_by_dtype, key=lambda dtype: num_by_dtype[dtype]), "fp32")
+    return _PRECISION_BY_DTYPE.get(max(num_by_dtype, key=lambda dtype: num_by_dtype[dtype]), "fp32")

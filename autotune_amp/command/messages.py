@@ -1,4 +1,4 @@
-"""Messages from the agent in a command's processes: one struct for each event, as `agent` sends it."""
+"""Messages that the agent in a command's processes sends: one struct for each kind of event."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Hello(AgentMessage, frozen=True, kw_only=True, tag="hello"):
 
 
 class Torch(_OfRank, frozen=True, kw_only=True, tag="torch"):
-    """Message that a Python process has imported torch; its rank is as the launcher says. `worker` is the name that
-    multiprocessing gave to the process, None if multiprocessing did not start it.
+    """Message that a Python process has imported torch. Its rank is from the launcher's environment variables. `worker`
+    is the process's name in multiprocessing, None if multiprocessing did not start it.
     """
 
     arguments: tuple[str, ...]
@@ -42,8 +42,8 @@ class Torch(_OfRank, frozen=True, kw_only=True, tag="torch"):
 class Optimizer(_OfRank, frozen=True, kw_only=True, tag="optimizer"):
     """Message that an optimizer is about to take its first step, or has just taken it.
 
-    `num_parameters` is by dtype, as is `num_frozen`, the number of parameters of the modules seen so far that are not
-    trained.
+    `num_parameters` is the number of its parameters by dtype, and `num_frozen` that of untrained parameters in the
+    modules that have run. `line` is the user's line that calls `step`.
     """
 
     index: int
@@ -59,8 +59,8 @@ class Optimizer(_OfRank, frozen=True, kw_only=True, tag="optimizer"):
 
 
 class Loader(AgentMessage, frozen=True, kw_only=True, tag="loader"):
-    """Message that a DataLoader was made: by `maker`, which is the same in every run, at `line` of the user's
-    own code.
+    """Message that a DataLoader was created: by the call `maker` (``file:function:line``), the same in every run,
+    possibly in a library; at the user's `line`.
     """
 
     index: str
@@ -74,9 +74,7 @@ class Loader(AgentMessage, frozen=True, kw_only=True, tag="loader"):
 
 
 class Scaler(AgentMessage, frozen=True, kw_only=True, tag="scaler"):
-    """Message that a GradScaler was made; `maker` and `line` as in `Loader`. A scaler that is not enabled does
-    nothing.
-    """
+    """Message that a GradScaler was created; `maker` and `line` as in `Loader`. A disabled scaler does nothing."""
 
     is_enabled: bool
     maker: str
@@ -84,13 +82,13 @@ class Scaler(AgentMessage, frozen=True, kw_only=True, tag="scaler"):
 
 
 class Site(AgentMessage, frozen=True, kw_only=True, tag="site"):
-    """Call that made an object of class `name` which training uses. `kind` is ``loader``, ``batch_sampler``,
-    ``autocast``, ``scaler``, ``forward``, ``training_arguments``, ``lightning_trainer`` or ``accelerator``.
+    """Message about the call that created an object of class `name` used in training. `kind` is ``loader``,
+    ``batch_sampler``, ``autocast``, ``scaler``, ``forward``, ``training_arguments``, ``lightning_trainer`` or
+    ``accelerator``.
 
-    The call is at `line` and ends at `end` (line, column), None if not known. `maker` is the module of a library that
-    made the call, "" for the user's own code. `values` are the resulting values; `parameters` the names of the
-    arguments that can be given by position. `loader` is the index of a DataLoader; `dataset` is the same for all
-    loaders of the same data.
+    The call is at `line` and ends at `end` (line, column), None if unknown. `maker` is the module of the library that
+    made the call, "" for the user's code. `values` are the object's values, `parameters` the names of the positional
+    arguments. `loader` is the index of a DataLoader; `dataset` is equal for loaders of the same data.
     """
 
     kind: str
@@ -107,11 +105,11 @@ class Site(AgentMessage, frozen=True, kw_only=True, tag="site"):
 class Step(AgentMessage, frozen=True, kw_only=True, tag="step"):
     """Message about an optimizer step.
 
-    Samples by loader, batches, waits, backward passes and compilations are counted from the start of the process;
-    losses, forwards and autocast regions since the previous step. A loss that is not finite is text (``nan``, ``inf``,
-    ``-inf``), since JSON has no such numbers. A forward is the class of an outermost module, the size of its input, and
-    the dtype that its weights were used in. `is_settled`: the device was synchronized, so that intervals between such
-    steps are true.
+    Samples by loader, batches, seconds of waiting for them, backward passes and compilations are counted from the start
+    of the process; losses, forwards and autocast regions from the previous step. A loss that is not finite is text
+    (``nan``, ``inf``, ``-inf``), since JSON has no such numbers. A forward is the class of an outermost module, the
+    size of its input in samples, and the dtype of its weights. `is_settled`: the device was synchronized before `time`
+    was taken.
     """
 
     optimizer: int
@@ -132,9 +130,8 @@ class Step(AgentMessage, frozen=True, kw_only=True, tag="step"):
 
 
 class Gradient(_OfRank, frozen=True, kw_only=True, tag="gradient"):
-    """Message about a frozen step (one whose update is not applied): its gradient is in the file `path`, in float32,
-    with `sizes` entries of each parameter. `weights` and `batch` are digests. `has_low_weights`: some weights are kept
-    in half precision.
+    """Message about a step that was replaced by recording its gradient, in the file `path`: float32, with `sizes`
+    entries of each parameter. `weights` and `batch` are digests. `has_low_weights`: some weights are in half precision.
     """
 
     optimizer: int
@@ -147,7 +144,9 @@ class Gradient(_OfRank, frozen=True, kw_only=True, tag="gradient"):
 
 
 class Set(AgentMessage, frozen=True, kw_only=True, tag="set"):
-    """Message that the value of `name`, a field of a setting, was set from outside, in `what` at `line`."""
+    """Message that the agent set the field `name` of a setting in the object `what` at `line`, from `was` to
+    `value`.
+    """
 
     name: str
     what: str
@@ -157,10 +156,10 @@ class Set(AgentMessage, frozen=True, kw_only=True, tag="set"):
 
 
 class Switch(AgentMessage, frozen=True, kw_only=True, tag="switch"):
-    """Message that a framework's object was made through which training can be set.
+    """Message that an object of a framework's class `owner` was created whose arguments set the training.
 
-    `arguments` maps fields of a setting to the arguments of its class `owner`, `today` to their values as far as they
-    are given. `parser` is the parser that took them from the command line of `script`, "" if none did.
+    `arguments` maps fields of a setting to arguments of `owner`, `today` to their values, if given. `parser` is the
+    parser that read them from the command line of `script`, "" if there is none.
     """
 
     owner: str
@@ -172,8 +171,8 @@ class Switch(AgentMessage, frozen=True, kw_only=True, tag="switch"):
 
 
 class Refused(AgentMessage, frozen=True, kw_only=True, tag="refused"):
-    """Message that the process ends because it was about to change a file that was there before; for an upload, `path`
-    is its address.
+    """Message that the process exits because it was about to change the existing file `path`, or to upload to the
+    address `path`.
     """
 
     what: str
@@ -184,8 +183,8 @@ class Refused(AgentMessage, frozen=True, kw_only=True, tag="refused"):
 class Error(_OfRank, frozen=True, kw_only=True, tag="error"):
     """Message that an exception ends the process.
 
-    `types` are the names of its class and the base classes, `free_memory_share` is the least share of the accelerator's
-    memory that was free, None if not known.
+    `types` are the names of its class and base classes. `free_memory_share` is the smallest share of the accelerator's
+    memory that was free, None if unknown.
     """
 
     types: tuple[str, ...]
@@ -195,24 +194,26 @@ class Error(_OfRank, frozen=True, kw_only=True, tag="error"):
 
 
 class Unstepped(AgentMessage, frozen=True, kw_only=True, tag="unstepped"):
-    """Message that `num_backward` backward passes were made, but no optimizer of torch has taken a step."""
+    """Message that after `num_backward` backward passes no optimizer of torch has taken a step."""
 
     num_backward: int
 
 
 class Exit(_OfRank, frozen=True, kw_only=True, tag="exit"):
-    """Message that the process ends by itself."""
+    """Message that the process exits normally."""
 
 
 class Stack(AgentMessage, frozen=True, kw_only=True, tag="stack"):
-    """Stacks of all threads of a process. `at` are the files that the main thread is in, the innermost last."""
+    """Message with the stacks of a process's threads. `at` are the files of the main thread's frames, the innermost
+    last.
+    """
 
     text: str
     at: tuple[str, ...]
 
 
 class ConnectionClosed(AgentMessage, frozen=True, kw_only=True, tag="closed"):
-    """Message of the listener, in the name of a process whose connection has ended."""
+    """Message that the listener adds when the connection of the process `pid` has ended."""
 
 
 Message: TypeAlias = (

@@ -1,4 +1,4 @@
-"""Optimizer steps of one training process: which are measured, and the batches that they took. Pure."""
+"""Optimizer steps of one training process: the steps that are measured, and their batches. Pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from autotune_amp.command.messages import Message, Step
 from autotune_amp.trial.jobs import MAX_WARMUP_STEPS, NUM_WARMUP_STEPS, should_continue_warmup
 from autotune_amp.trial.judge import MAX_SKIPS, StepLosses
 
-LIMITS_OF_WARMUP_STEPS = 2, MAX_WARMUP_STEPS  # no trial of a command is ended during its warm-up
+# Least and largest number. The least is below that of other trials, as no run of a command is stopped in its warm-up.
+LIMITS_OF_WARMUP_STEPS = 2, MAX_WARMUP_STEPS
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps of one rank between two at which its device was synchronized; `step_seconds` is the mean of `num_steps`
-    steps.
+    """Steps of one rank between two synchronizations of its device. `step_seconds` is their mean duration.
 
-    `num_batches` is the number of batches from its loaders; without a loader, of those that entered its model.
+    `num_batches` is the number of batches from its loaders; without a loader, the number of batches given to its model.
     """
 
     step_seconds: float
@@ -34,9 +34,9 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     num_skips: int
 
 
-class Entered(msgspec.Struct, frozen=True, kw_only=True):
-    """Batches that entered the outermost modules for one optimizer step: their usual size in samples, their number, and
-    the number of backward passes of each.
+class EnteredBatches(msgspec.Struct, frozen=True, kw_only=True):
+    """Batches given to the outermost modules in one optimizer step: their most frequent size in samples, their number,
+    and the number of backward passes for each.
     """
 
     batch_size: int = 0
@@ -44,26 +44,28 @@ class Entered(msgspec.Struct, frozen=True, kw_only=True):
     num_passes: float = 1.0
 
     def num_batches(self, num_passes: int, num_steps: int) -> float:
-        """Return the number of batches that entered in `num_steps` steps with `num_passes` backward passes. A step with
-        one batch and several passes counts one batch: an optimizer with a closure repeats it a varying number of times.
+        """Return the number of batches in `num_steps` steps with `num_passes` backward passes. A step with one batch
+        and several passes counts one batch: an optimizer with a closure calls it a varying number of times.
         """
         is_counted = num_passes and not (self.num == 1 and self.num_passes != 1)
         return num_passes / self.num_passes if is_counted else self.num * num_steps
 
 
-def _entered(forwards: Sequence[tuple[str, int | None, str]], num_passes: int, num_optimizers: int) -> Entered:
-    """Return the batches that entered for one optimizer step.
+def _entered_batches(
+    forwards: Sequence[tuple[str, int | None, str]], num_passes: int, num_optimizers: int
+) -> EnteredBatches:
+    """Return the batches that the forwards of one optimizer step received.
 
-    Of models that are trained together, as in a GAN, the one that runs least often gives their number. A batch that
-    enters twice, as in siamese networks, has one backward pass.
+    If several models are trained together, as in a GAN, the one with the fewest forwards gives their number. Two
+    forwards with one backward pass, as in siamese networks, count as one batch.
     """
     num_by_class = Counter(name for name, size, _ in forwards if size)
     if not num_by_class:
-        return Entered()
+        return EnteredBatches()
     num = (min if num_optimizers > 1 else max)(num_by_class.values())
     num = min(num, num_passes) if num_passes else num
     batch_size = Counter(size for _, size, _ in forwards if size).most_common(1)[0][0]
-    return Entered(batch_size=batch_size, num=num, num_passes=num_passes / num)
+    return EnteredBatches(batch_size=batch_size, num=num, num_passes=num_passes / num)
 
 
 @dataclass
@@ -104,33 +106,35 @@ class Rank:
                 self.has_ended = True
 
     @property
-    def pace(self) -> list[Step]:
-        """Return the steps of the optimizer that steps least often; in a GAN, the generator's."""
+    def primary_steps(self) -> list[Step]:
+        """Return the steps of the optimizer that steps least often, such as the generator's in a GAN."""
         by_optimizer = [[s for s in self.steps if s.optimizer == index] for index in self.optimizers]
         return min(by_optimizer, key=len, default=[])
 
     @property
-    def warm(self) -> list[Step]:
-        """Return the steps of `pace` from the last warm-up step on.
+    def warm_steps(self) -> list[Step]:
+        """Return the primary steps from the last warm-up step on.
 
-        Steps on batches that loader workers had ready before the first step are left out, as are the skips in which a
-        loss scaler finds its scale. If the process ended before its steps were steady, or soon after, these are the
-        steps after the shortest warm-up.
+        Steps on batches that loader workers prefetched before the first step are left out, as are the skipped steps in
+        which a GradScaler finds its scale. If the process ended before its step time was steady, or soon after, the
+        shortest warm-up is assumed.
         """
-        steps, num_warmup = self.pace, self._num_warmup_steps()
+        steps, num_warmup = self.primary_steps, self._num_warmup_steps()
         if num_warmup is None and not self.has_ended:
             return []
         if self.has_ended and num_warmup is not None and len(steps) < num_warmup + NUM_WARMUP_STEPS:
             num_warmup = None
-        ahead = max((it.num_workers * (it.prefetch_factor or 0) for it in self.loaders.values()), default=0)
+        num_prefetched = max(
+            (loader.num_workers * (loader.prefetch_factor or 0) for loader in self.loaders.values()), default=0
+        )
         num_skips = sum(1 for _ in takewhile(lambda step: step.is_skipped, steps))
         first = max((num_warmup or NUM_WARMUP_STEPS) - 1, min(num_skips, MAX_SKIPS))
-        return [step for step in steps[first:] if step.num_batches >= ahead]
+        return [step for step in steps[first:] if step.num_batches >= num_prefetched]
 
     @property
     def warm_losses(self) -> list[tuple[StepLosses, ...]]:
         """Return the losses of the steps after the warm-up, for each optimizer."""
-        since = self.warm[0].time if self.warm else math.inf
+        since = self.warm_steps[0].time if self.warm_steps else math.inf
         return [
             tuple(
                 StepLosses(losses=tuple(map(float, step.losses)), is_skipped=step.is_skipped)
@@ -141,11 +145,11 @@ class Rank:
         ]
 
     def _num_warmup_steps(self) -> int | None:
-        """Return the number of steps until the step time was steady, None while it is not. Steps that compile are not
-        considered.
+        """Return the number of steps until the step time was steady, None while it is not. Steps with compilations are
+        ignored.
         """
-        pace, group_seconds, warming_seconds = self.pace, list[float](), 0.0
-        for i, j in self._spans(pace):
+        pace, group_seconds, warming_seconds = self.primary_steps, list[float](), 0.0
+        for i, j in self._sync_spans(pace):
             if pace[i].num_compilations == pace[j].num_compilations:
                 seconds = pace[j].time - pace[i].time
                 group_seconds.append(seconds / (j - i))
@@ -158,31 +162,33 @@ class Rank:
 
     @property
     def step_seconds(self) -> float | None:
-        """Return the seconds of the fastest step so far that compiled nothing, None before there was one."""
-        pace = self.pace
-        found = [b.time - a.time for a, b in pairwise(pace) if a.num_compilations == b.num_compilations]
-        return min(found, default=None)
+        """Return the duration of the fastest step without compilation in seconds, None before there is one."""
+        pace = self.primary_steps
+        seconds = [b.time - a.time for a, b in pairwise(pace) if a.num_compilations == b.num_compilations]
+        return min(seconds, default=None)
 
     @property
     def training_loaders(self) -> frozenset[str]:
-        """Return the indices of the loaders that are fetched from in at least half of the steps; the others serve
-        evaluation. A loader that is made anew for every epoch counts as one loader.
+        """Return the indices of the loaders that yield batches in at least half of the steps; others serve evaluation.
+        Loaders that are created anew in every epoch count as one.
         """
-        fetched = [_fetched(a, b) for a, b in pairwise(self.pace)]
-        num = Counter(kind for one in fetched for kind in {self._kind(name) for name in one})
-        return frozenset(name for one in fetched for name in one if 2 * num[self._kind(name)] >= len(fetched))
+        fetched = [_num_samples_by_loader(a, b) for a, b in pairwise(self.primary_steps)]
+        num = Counter(kind for by_loader in fetched for kind in {self._loader_key(name) for name in by_loader})
+        return frozenset(
+            name for by_loader in fetched for name in by_loader if 2 * num[self._loader_key(name)] >= len(fetched)
+        )
 
-    def _kind(self, name: str) -> tuple[object, ...]:
+    def _loader_key(self, name: str) -> tuple[object, ...]:
         loader = self.loaders.get(name)
         return (name,) if loader is None else (loader.maker, loader.num_samples, loader.batch_size, loader.shuffles)
 
     def intervals(self) -> Iterator[Interval]:
         """Yield the intervals of warm steps, except those in which the rank evaluated or compiled."""
-        training, warm = self.training_loaders, self.warm
-        entered = self.entered if warm and not training else Entered()
-        for i, j in self._spans(warm):
+        training, warm = self.training_loaders, self.warm_steps
+        entered = self.entered_batches if warm and not training else EnteredBatches()
+        for i, j in self._sync_spans(warm):
             before, after = warm[i], warm[j]
-            fetched = _fetched(before, after)
+            fetched = _num_samples_by_loader(before, after)
             if before.num_compilations != after.num_compilations or not fetched.keys() <= training:
                 continue
             num_passes, num_steps = after.num_backward - before.num_backward, j - i
@@ -202,19 +208,17 @@ class Rank:
     def mean_interval(self) -> tuple[float, float] | None:
         """Return the samples and the seconds of a step, as means over the intervals; None if there are none."""
         intervals = list(self.intervals())
-        num_steps = sum(one.num_steps for one in intervals)
+        num_steps = sum(interval.num_steps for interval in intervals)
         if not num_steps:
             return None
-        seconds = sum(one.step_seconds * one.num_steps for one in intervals)
-        return sum(one.num_samples for one in intervals) / num_steps, seconds / num_steps
+        seconds = sum(interval.step_seconds * interval.num_steps for interval in intervals)
+        return sum(interval.num_samples for interval in intervals) / num_steps, seconds / num_steps
 
     @property
-    def entered(self) -> Entered:
-        """Return the batches that entered the outermost modules in the latest step of `pace` for which all of these
-        were watched.
-        """
+    def entered_batches(self) -> EnteredBatches:
+        """Return the batches of the latest primary step in which all forwards were recorded."""
         first, steps = 0, list[Step]()
-        pace = {id(step) for step in self.pace}
+        pace = {id(step) for step in self.primary_steps}
         for number, step in enumerate(self.steps):
             if id(step) in pace:
                 group = self.steps[first : number + 1]
@@ -224,30 +228,30 @@ class Rank:
         steps = steps or [next((each for each in reversed(self.steps) if each.forwards), self.steps[0])]
         before = self.steps.index(steps[0])
         num_backward = steps[-1].num_backward - (self.steps[before - 1].num_backward if before else 0)
-        return _entered([each for step in steps for each in step.forwards], num_backward, len(self.optimizers))
+        return _entered_batches([each for step in steps for each in step.forwards], num_backward, len(self.optimizers))
 
     @property
     def num_compiling_steps(self) -> int:
-        """Return the number of warm steps that are left out of the intervals because something was compiled in them."""
-        warm = self.warm
-        return sum(j - i for i, j in self._spans(warm) if warm[i].num_compilations != warm[j].num_compilations)
+        """Return the number of warm steps left out of the intervals because of a compilation."""
+        warm = self.warm_steps
+        return sum(j - i for i, j in self._sync_spans(warm) if warm[i].num_compilations != warm[j].num_compilations)
 
-    def _spans(self, steps: Sequence[Step]) -> Iterator[tuple[int, int]]:
+    def _sync_spans(self, steps: Sequence[Step]) -> Iterator[tuple[int, int]]:
         """Yield the pairs of successive step numbers at which the device was synchronized."""
         return pairwise(number for number, step in enumerate(steps) if step.is_settled)
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Return the peak memory: resident on a CPU, allocated on an accelerator; None if it is not known."""
+        """Return the peak memory in bytes: resident on a CPU, allocated on an accelerator; None if unknown."""
         return max((s.peak_memory_bytes for s in self.steps if s.peak_memory_bytes is not None), default=None)
 
     @property
     def reserved_memory_bytes(self) -> int | None:
-        """Return the peak of the accelerator's memory that was reserved, None without an accelerator."""
+        """Return the peak memory reserved on the accelerator in bytes, None without an accelerator."""
         return max((s.reserved_memory_bytes for s in self.steps if s.reserved_memory_bytes is not None), default=None)
 
 
-def _fetched(before: Step, after: Step) -> dict[str, int]:
+def _num_samples_by_loader(before: Step, after: Step) -> dict[str, int]:
     return {
         name: num - before.num_samples.get(name, 0)
         for name, num in after.num_samples.items()

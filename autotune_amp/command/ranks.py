@@ -1,4 +1,4 @@
-"""Events of one run of a command, as its processes sent them, and the ranks among these processes. Pure."""
+"""Messages that the processes of one run of a command sent, and the ranks among these processes. Pure."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class RunEvents:
 
     @property
     def rank_by_pid(self) -> dict[int, int]:
-        """Return the rank of each process that is one, also before its first step.
+        """Return the rank of each training process by pid, also before its first step.
 
-        A process is a rank if a launcher gave it a rank and did not give one to its parent: processes that a rank
-        starts inherit its variables.
+        A process is a rank if a launcher gave it one and its parent has none: processes that a rank starts inherit its
+        environment variables.
         """
         launched = {torch.pid: torch for torch in self.of(Torch) if torch.world > 1 and torch.worker is None}
         ranks = {pid: torch.rank for pid, torch in launched.items() if torch.parent_pid not in launched}
@@ -49,66 +49,66 @@ class RunEvents:
 
     @property
     def world(self) -> int:
-        """Return the number of ranks that are expected to send messages."""
+        """Return the world size: the number of ranks that the processes report."""
         return max([rank.world for rank in self.ranks.values()] + [torch.world for torch in self.of(Torch)], default=1)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every rank has taken a step or is about to."""
+    def has_all_ranks(self) -> bool:
+        """Whether every rank has taken an optimizer step or is about to."""
         return len(self.ranks) >= self.world
 
     @property
     def num_steps(self) -> int:
-        """Return the number of steps that all ranks have taken."""
-        return min((len(rank.pace) for rank in self.ranks.values()), default=0) if self.is_whole else 0
+        """Return the number of optimizer steps that every rank has taken; 0 before all ranks have appeared."""
+        return min((len(rank.primary_steps) for rank in self.ranks.values()), default=0) if self.has_all_ranks else 0
 
     @property
     def num_frozen_steps(self) -> int:
-        """Return the number of frozen steps whose gradients all ranks have written."""
+        """Return the number of steps whose gradients every rank has written; 0 before all ranks have appeared."""
         num_by_pid = Counter(gradient.pid for gradient in self.of(Gradient))
-        return min((num_by_pid[pid] for pid in self.ranks), default=0) if self.is_whole else 0
+        return min((num_by_pid[pid] for pid in self.ranks), default=0) if self.has_all_ranks else 0
 
     @property
     def step_seconds(self) -> float | None:
-        """Return the seconds of the latest step, None before there were two."""
-        pace = max((rank.pace for rank in self.ranks.values()), key=len, default=[])
+        """Return the duration of the latest step in seconds, None before two steps."""
+        pace = max((rank.primary_steps for rank in self.ranks.values()), key=len, default=[])
         return pace[-1].time - pace[-2].time if len(pace) > 1 else None
 
     @property
     def last_step_time(self) -> float | None:
-        """Return the monotonic time of the latest step of any rank, None before the first."""
+        """Return the time of the latest step of any rank (monotonic clock, seconds), None before the first."""
         return max((rank.steps[-1].time for rank in self.ranks.values() if rank.steps), default=None)
 
     @property
-    def lost(self) -> list[int]:
-        """Return the pids of the ranks that ended without an error or exit message, in the order in which they
-        ended.
+    def lost_pids(self) -> list[int]:
+        """Return the pids of the ranks whose connection ended without an `Error` or `Exit` message, the first one
+        first.
         """
         pids = self.rank_by_pid.keys() - {message.pid for message in (*self.of(Error), *self.of(Exit))}
         return [message.pid for message in self.of(ConnectionClosed) if message.pid in pids]
 
     @property
-    def silent(self) -> list[int]:
-        """Return the pids of the ranks that the others seem to wait for: those that took the fewest steps and are not
-        in a collective operation or a backward pass themselves. Valid once all were asked for their stacks.
+    def silent_pids(self) -> list[int]:
+        """Return the pids of the ranks that probably hang: those with the fewest steps whose stacks are not in a
+        collective operation or a backward pass, where a rank waits for others. Needs the stacks of all ranks (`Stack`).
         """
-        steps = {pid: len(self._processes[pid].pace) for pid in self.rank_by_pid}
+        steps = {pid: len(self._processes[pid].primary_steps) for pid in self.rank_by_pid}
         behind = [pid for pid in steps if steps[pid] == min(steps.values())]
-        waiting = {stack.pid for stack in self.of(Stack) if _waits(stack)}
+        waiting = {stack.pid for stack in self.of(Stack) if _is_waiting_for_ranks(stack)}
         return [pid for pid in behind if pid not in waiting] or behind
 
     def samples_per_second(self) -> float | None:
-        """Return the rate of the whole job: the samples of all ranks in the time of the slowest; None before every rank
-        has an interval.
+        """Return the samples per second of all ranks together: their samples in a step, by the step time of the slowest
+        rank. None before every rank has an interval.
         """
         means = [rank.mean_interval() for rank in self.ranks.values()]
-        found = [mean for mean in means if mean is not None]
-        if not found or len(found) < len(means) or not self.is_whole:
+        available = [mean for mean in means if mean is not None]
+        if not available or len(available) < len(means) or not self.has_all_ranks:
             return None
-        return sum(num_samples for num_samples, _ in found) / max(seconds for _, seconds in found)
+        return sum(num_samples for num_samples, _ in available) / max(seconds for _, seconds in available)
 
 
-def _waits(stack: Stack) -> bool:
-    """Whether a process is at a place where it waits for other ranks."""
+def _is_waiting_for_ranks(stack: Stack) -> bool:
+    """Whether the main thread is in a collective operation or a backward pass."""
     innermost = stack.at[-1] if stack.at else ""
     return "/torch/distributed/" in innermost or innermost.endswith("/torch/autograd/graph.py")

@@ -1,5 +1,5 @@
-"""Real training run with a recommendation: its command replaces this process, and the agent sets its values from
-outside.
+"""Start the real training with a recommendation: the command replaces this process, and the agent sets the values that
+the command does not contain.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from autotune_amp.core.setting import Setting
 
 
 def start(command: Sequence[str], path: Path) -> NoReturn:
-    """Replace this process by the command, with the recommendation at `path`; signals and exit code are the command's
-    own.
+    """Replace this process by the command, with the recommendation at `path`. Signals and exit code are the command's.
 
-    On Windows, which cannot replace a process, the command is started and this process ends. Raises `WorkloadError` if
-    the command cannot be started.
+    On Windows, where `exec` starts a new process, this process ends. Raises `WorkloadError` if the command cannot be
+    started.
     """
     recommendation = Recommendation.load(path)
-    arguments, outside = to_start(command, recommendation, path)
+    arguments, outside = command_to_start(command, recommendation, path)
     variables = environment(outside, recommendation, path, os.environ)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -38,14 +37,15 @@ def start(command: Sequence[str], path: Path) -> NoReturn:
         ) from error
 
 
-def to_start(
+def command_to_start(
     command: Sequence[str], recommendation: Recommendation, path: Path
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return the command with its placeholders filled, and the recommended values that it does not contain itself.
+    """Return the command with its placeholders filled, and the agent's values: those recommended that the command does
+    not contain.
 
-    Raises `InvalidRequestError` if a placeholder is left that no recommendation fills.
+    Raises `InvalidRequestError` if a placeholder such as `{trial_dir}` is left, which exists only in trials.
     """
-    config, found = recommendation.config, recommendation.workload
+    config, workload = recommendation.config, recommendation.workload
     searched = recommendation.command_template
     files = [file for file in (searched.files if searched else ()) if any(file in argument for argument in command)]
     given = CommandTemplate.of(command, values=searched.values if searched else {}, files=files)
@@ -53,30 +53,31 @@ def to_start(
     left = [name for name, each in given.placeholders.items() if name in TRIAL_PLACEHOLDERS and each.today is None]
     if left:
         raise InvalidRequestError(
-            f"The command has {{{left[0]}}}, which no recommendation fills.",
-            f"Write a value in place of {{{left[0]}}}.",
+            f"The command has {{{unfilled[0]}}}, which no recommendation fills.",
+            f"Write a value in place of {{{unfilled[0]}}}.",
         )
-    answered = None if searched is None else searched.of_setting(config, str(path.parent))[0]
-    says_itself = {*given.placeholders, *(searched.filled_names if searched and arguments == answered else ())}
-    today = found.today if found else Setting(precision="fp32", batch_size=1)
+    searched_arguments = None if searched is None else searched.of_setting(config, str(path.parent))[0]
+    names_in_command = {
+        *template.placeholders,
+        *(searched.filled_names if searched and arguments == searched_arguments else ()),
+    }
+    today = workload.today if workload else Setting(precision="fp32", batch_size=1)
     outside = {
         name: getattr(config, name)
         for name in ("precision", "batch_size", "accumulation_steps")
-        # Without a placeholder that the search had, the script may not run with the value that this had today.
-        if name not in says_itself
+        # If the searched command had a placeholder that this command lacks, the script's own value is unknown: set it.
+        if name not in names_in_command
         and (getattr(config, name) != getattr(today, name) or (searched and name in searched.placeholders))
     }
-    if "batch_size" in outside and found and found.loader:
-        outside["maker"] = found.loader
+    if "batch_size" in outside and workload and workload.loader:
+        outside["maker"] = workload.loader
     return arguments, outside
 
 
 def environment(
     outside: Mapping[str, Any], recommendation: Recommendation, path: Path, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment variables to start the command with: inherited, the recommended ones, and those of the
-    agent.
-    """
+    """Return the environment variables for the command: inherited, recommended, and those that load the agent."""
     agent = {
         "outside": outside,
         "controller": {"path": str(path.resolve()), "device": recommendation.hardware.identity.type},

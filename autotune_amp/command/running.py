@@ -1,6 +1,4 @@
-"""One run of a training command: started with the agent in it, observed until the verdict stands, ended with all its
-processes.
-"""
+"""Run a training command once: start it with the agent, observe it until the verdict, then kill all its processes."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
-from autotune_amp.command.advice import advised
-from autotune_amp.command.leftovers import CLEAR_UP, entries_of, remember, set_aside, write
+from autotune_amp.command.advice import with_advice
+from autotune_amp.command.leftovers import CLEAR_UP, read_entries, save_kept, set_aside, write_kept
 from autotune_amp.command.listening import Listener
 from autotune_amp.command.messages import Hello, Refused
 from autotune_amp.command.ranks import RunEvents
@@ -35,25 +33,24 @@ from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.processes.ranks import RankGrace
 from autotune_amp.trial.failures import num_oom_kills
 
-INJECTED = Path(__file__).parent / "agent" / "path"
-TRIAL_DIR = "trial"
+INJECTED = Path(__file__).parent / "agent" / "path"  # put on PYTHONPATH, so that Python loads the agent on startup
+TRIAL_DIR = "trial"  # the folder in a run's own folder that `{trial_dir}` stands for
 _MEMORY_SECONDS = 0.5  # between two checks of the memory of all processes
-_GROWTH = 1.1  # growth of resident memory at which the exact memory is read again
-_NUM_KEPT_CHUNKS = 256
+_MEMORY_GROWTH = 1.1  # read the exact memory again once resident memory has grown by this factor: it is slow to read
+_NUM_OUTPUT_CHUNKS = 256  # of up to 64 KiB that are kept of the output
 
 
 class CompletedRun(NamedTuple):
-    """Result of a run: start time (monotonic), messages, state as seen from outside, verdict.
+    """Result of a run: its start time `began` (monotonic, seconds), messages, last state of the processes, and verdict.
 
-    `kept` are the data that this run and earlier ones made outside of their own folders and that stay there, `stuck`
-    the other files that it made there and that could not be moved, `opened` the files of code and settings that it
-    read.
+    Of the files created outside of the run's own folders, `kept` are data that stay there (of this run and earlier
+    ones), and `stuck` are others that could not be moved. `opened` are the files of code and settings that it read.
     """
 
     began: float
-    heard: RunEvents
-    seen: RunState
-    ending: Literal["measured"] | Failure
+    events: RunEvents
+    state: RunState
+    verdict: Literal["measured"] | Failure
     kept: tuple[str, ...] = ()
     stuck: tuple[str, ...] = ()
     opened: tuple[str, ...] = ()
@@ -75,51 +72,57 @@ def run(
     memory: Path | None = None,
     aside: Path | None = None,
 ) -> CompletedRun:
-    """Start the command in the working directory, receive its messages, and kill all its processes once the verdict
-    stands.
+    """Start the command in the working directory, receive its messages until `verdict` returns a result, then kill all
+    its processes.
 
-    `folder` is the run's own for temporary files (see `new_folder`). It is made with an empty folder `TRIAL_DIR` in it,
-    and with these `files`, by their paths; it is removed at the end, also if this process is killed. `agent` are the
-    settings of the agent besides its socket. Files that the agent writes go to the folder `output`, if given. The
-    command must not change any existing file except in `folder`, beside `output`, and in the data that earlier runs
-    have `kept`. Files that it makes elsewhere are moved to the folder `aside` at the end, also if the run is
-    interrupted or killed, except for data that were complete at its first step; the paths of these are written to the
-    file `memory`. Raises `WorkloadError` if the command cannot be started.
+    `folder` is for temporary files of the run (see `new_folder`), with an empty folder `TRIAL_DIR` and `files` (text by
+    path) in it; it is removed at the end, also if this process is killed. `agent` are further settings of the agent
+    (see `agent.arm`), which writes its files to the folder `output`, if given. The command must not change existing
+    files except in `folder`, in the parent of `output`, and in the data that earlier runs have `kept`. Files that it
+    creates elsewhere are moved to the folder `aside` at the end, also if the run is interrupted or killed. Data that
+    were complete at the first step stay; their paths are written to the file `memory`. Raises `WorkloadError` if the
+    command cannot be started.
     """
     require_startable(arguments, environment.get("PATH"))
-    own = folder or new_folder()
-    free = [own] if output is None else [own, output.parent]
-    noted = own / "made"
+    run_folder = folder or new_folder()
+    writable = [run_folder] if output is None else [run_folder, output.parent]
+    made_list = run_folder / "made"
     settings = {
-        "folder": str(output or own),
-        "socket": str(own / "socket"),
-        "guard": {"free": list(map(str, free)), "made": str(noted), "opened": str(own / "opened")},
+        "folder": str(output or run_folder),
+        "socket": str(run_folder / "socket"),
+        "guard": {"free": list(map(str, writable)), "made": str(made_list), "opened": str(run_folder / "opened")},
         **agent,
     }
-    is_left = memory is not None and aside is not None
-    orphaned = [*CLEAR_UP, str(noted), str(aside), str(memory), time.time()] if is_left else None
-    command = _Command(arguments, environment, settings, own, watcher, folders=free[1:], when_orphaned=orphaned)
+    keeps_leftovers = memory is not None and aside is not None
+    clear_up_call = [*CLEAR_UP, str(made_list), str(aside), str(memory), time.time()] if keeps_leftovers else None
+    command = _RunningCommand(
+        arguments, environment, settings, run_folder, watcher, folders=writable[1:], when_orphaned=clear_up_call
+    )
     try:
-        write(noted, kept)
-        (own / TRIAL_DIR).mkdir()
+        write_kept(made_list, kept)
+        (run_folder / TRIAL_DIR).mkdir()
         for path, text in (files or {}).items():
             Path(path).write_text(text)
         command.start()
         try:
-            ran = command.until(deadlines, is_enough, memory_limit_bytes)
+            completed = command.wait_for_verdict(deadlines, is_enough, memory_limit_bytes)
         finally:
             try:
                 command.end()
-            finally:  # a second Ctrl-C while it ends leaves no file unnamed
-                kept, stuck = set_aside(noted, aside, command.first_step_time)
+            finally:  # also after a second Ctrl-C
+                kept, stuck = set_aside(made_list, aside, command.first_step_time)
                 if memory is not None:
-                    remember(memory, kept)
-        return ran._replace(kept=kept, stuck=stuck, opened=tuple(dict.fromkeys(entries_of(own / "opened"))))
+                    save_kept(memory, kept)
+        return completed._replace(
+            kept=kept, stuck=stuck, opened=tuple(dict.fromkeys(read_entries(run_folder / "opened")))
+        )
     finally:
         command.close()
 
 
-class _Command:
+class _RunningCommand:
+    """Processes of one run, with the threads that receive their messages and output."""
+
     def __init__(
         self,
         arguments: Sequence[str],
@@ -130,10 +133,10 @@ class _Command:
         **when_killed: Any,
     ) -> None:
         self._watcher = watcher
-        self._heard = RunEvents()
-        self._tail: deque[str] = deque(maxlen=_NUM_KEPT_CHUNKS)
+        self._events = RunEvents()
+        self._latest_output: deque[str] = deque(maxlen=_NUM_OUTPUT_CHUNKS)
         self._socket = agent["socket"]
-        self._memory_bytes, self._looked_at_bytes, self._memory_at = 0, 0, 0.0
+        self._memory_bytes, self._resident_bytes_at_check, self._memory_check_time = 0, 0, 0.0
         self._unobserved_seconds = 0.0
         self._num_kills_before = num_oom_kills()
         path = os.pathsep.join(filter(None, [str(INJECTED), environment.get("PYTHONPATH")]))
@@ -143,7 +146,7 @@ class _Command:
                 **environment,
                 "PYTHONPATH": path,
                 "AUTOTUNE_AMP_AGENT": json.dumps(agent),
-                "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # neither can be turned off
+                "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # these trackers cannot be turned off
                 "TRACKIO_DIR": f"{folder}/trackio",
             },
             folder,
@@ -154,100 +157,106 @@ class _Command:
         )
 
     def start(self) -> None:
-        """Start the command, and threads that receive its messages and its output."""
+        """Start the command and the threads that receive its messages and output."""
         self._listener = Listener(self._socket)
         self._began = time.monotonic()
         self._program.start()
-        self._reader = threading.Thread(target=self._read, daemon=True, name="autotune-amp output")
+        self._reader = threading.Thread(target=self._read_output, daemon=True, name="autotune-amp output")
         self._reader.start()
 
-    def until(
+    def wait_for_verdict(
         self, deadlines: Deadlines, is_enough: Callable[[RunEvents], bool], memory_limit_bytes: int | None
     ) -> CompletedRun:
-        """Wait until the verdict on the run stands, and return the result of the run."""
-        has_asked, grace = False, RankGrace()
+        """Wait until `verdict` returns a result; return the completed run.
+
+        After a failure, ranks get `RankGrace` to send their own errors; after a timeout, their stacks.
+        """
+        has_requested_stacks, grace = False, RankGrace()
         while True:
-            self._take_in()
+            self._receive_messages()
             now = time.monotonic()
-            seen = self._look(now, memory_limit_bytes)
-            found = verdict(
-                self._heard, seen, deadlines, is_enough=is_enough(self._heard), memory_limit_bytes=memory_limit_bytes
+            state = self._read_state(now, memory_limit_bytes)
+            result = verdict(
+                self._events, state, deadlines, is_enough=is_enough(self._events), memory_limit_bytes=memory_limit_bytes
             )
-            failure = found if isinstance(found, Failure) else None
-            if failure is not None and failure.kind == "timeout" and not has_asked:
-                has_asked = True
-                self._listener.ask("dump")
+            failure = result if isinstance(result, Failure) else None
+            if failure is not None and failure.kind == "timeout" and not has_requested_stacks:
+                has_requested_stacks = True
+                self._listener.send_request("dump")
             is_over = grace.is_over(failure, now)
-            may_report = self._program.popen.poll() is None and self._heard.first(Refused) is None
-            if found is None or (failure is not None and may_report and not is_over):
+            may_send_more = self._program.popen.poll() is None and self._events.first(Refused) is None
+            if result is None or (failure is not None and may_send_more and not is_over):
                 continue
-            return CompletedRun(self._began, self._heard, seen, found if failure is None else advised(failure))
+            return CompletedRun(self._began, self._events, state, result if failure is None else with_advice(failure))
 
     @property
     def first_step_time(self) -> float:
-        """Return the time of the first optimizer step in seconds since the epoch; without a step, that of the command's
-        start.
+        """Return the time of the first optimizer step (seconds since the epoch); without a step, the
+        command's start.
         """
-        steps = [rank.steps[0].time for rank in self._heard.ranks.values() if rank.steps]
+        steps = [rank.steps[0].time for rank in self._events.ranks.values() if rank.steps]
         return time.time() - (time.monotonic() - min(steps, default=self._began))
 
-    def _take_in(self) -> None:
-        """Wait at most a tick for messages, and add those that have arrived."""
-        num_before = self._heard.num_steps
+    def _receive_messages(self) -> None:
+        """Wait at most `TICK_SECONDS` for a message, and add all that have arrived. Raises KeyboardInterrupt after
+        Ctrl-C.
+        """
+        num_before = self._events.num_steps
         heed()
         self._watcher.tick()
         with contextlib.suppress(queue.Empty):
-            self._heard.add(self._listener.heard.get(timeout=TICK_SECONDS))
+            self._events.add(self._listener.messages.get(timeout=TICK_SECONDS))
             while True:
-                self._heard.add(self._listener.heard.get_nowait())
-        if self._heard.num_steps > num_before:
-            self._watcher.step(self._heard.num_steps, self._heard.step_seconds or 0.0)
+                self._events.add(self._listener.messages.get_nowait())
+        if self._events.num_steps > num_before:
+            self._watcher.step(self._events.num_steps, self._events.step_seconds or 0.0)
 
-    def _look(self, now: float, memory_limit_bytes: int | None) -> RunState:
-        if now - self._memory_at > _MEMORY_SECONDS:
-            self._memory_at = now
+    def _read_state(self, now: float, memory_limit_bytes: int | None) -> RunState:
+        if now - self._memory_check_time > _MEMORY_SECONDS:
+            self._memory_check_time = now
             processes = self._program.processes()
             resident_bytes = _total(processes, _resident_bytes)
             limit_bytes = math.inf if memory_limit_bytes is None else memory_limit_bytes
-            if resident_bytes > min(limit_bytes, _GROWTH * self._looked_at_bytes):
-                self._looked_at_bytes, self._memory_bytes = resident_bytes, _total(processes, _own_bytes)
-            self._unobserved_seconds = 0.0 if self._heard.of(Hello) else _python_seconds(processes)
+            if resident_bytes > min(limit_bytes, _MEMORY_GROWTH * self._resident_bytes_at_check):
+                self._resident_bytes_at_check = resident_bytes
+                self._memory_bytes = _total(processes, _proportional_bytes)
+            self._unobserved_seconds = 0.0 if self._events.of(Hello) else _oldest_python_seconds(processes)
         status = self._program.popen.poll()
         if status is not None:
             self._reader.join(KILL_SECONDS)
-            self._hear_the_rest()
+            self._receive_last_messages()
         return RunState(
             seconds=now - self._began,
-            seconds_since_step=now - (self._heard.last_step_time or self._began),
+            seconds_since_step=now - (self._events.last_step_time or self._began),
             memory_bytes=self._memory_bytes,
             unobserved_seconds=self._unobserved_seconds,
             status=status,
-            printed="".join(self._tail),
+            printed="".join(self._latest_output),
             is_oom_killed=num_oom_kills() > self._num_kills_before,
         )
 
-    def _hear_the_rest(self) -> None:
+    def _receive_last_messages(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self._heard.add(self._listener.heard.get(timeout=0.05))
+                self._events.add(self._listener.messages.get(timeout=0.05))
 
     def end(self) -> None:
-        """Have the supervisor kill the command and all processes that it started."""
+        """Kill the command and all processes that it started, and stop receiving messages and output."""
         self._watcher.ending()
         self._program.end()
         self._listener.close()
         self._reader.join(KILL_SECONDS)
 
     def close(self) -> None:
-        """Remove the folder of the run, whose program has ended or was not started."""
+        """Remove the run's folder. Call it after `end`, or without a start."""
         self._program.close()
         assert self._program.popen.stdout is not None
         self._program.popen.stdout.close()
 
-    def _read(self) -> None:
+    def _read_output(self) -> None:
         assert self._program.popen.stdout is not None
         while chunk := os.read(self._program.popen.stdout.fileno(), 1 << 16):
-            self._tail.append(chunk.decode(errors="replace"))
+            self._latest_output.append(chunk.decode(errors="replace"))
 
 
 def _total(processes: Sequence[psutil.Process], bytes_of: Callable[[psutil.Process], int]) -> int:
@@ -260,22 +269,23 @@ def _total(processes: Sequence[psutil.Process], bytes_of: Callable[[psutil.Proce
 
 
 def _resident_bytes(process: psutil.Process) -> int:
-    """Return the resident memory of a process, including pages shared with others: an upper bound of `_own_bytes`."""
+    """Return the resident memory of a process in bytes: an upper bound of `_proportional_bytes` that is fast
+    to read.
+    """
     return int(process.memory_info().rss)
 
 
-def _own_bytes(process: psutil.Process) -> int:
-    """Return the memory of a process, in which a page that several processes share counts by the process's share of it.
+def _proportional_bytes(process: psutil.Process) -> int:
+    """Return the proportional set size (PSS) of a process in bytes: shared pages are divided among their processes.
 
-    For this the kernel visits all pages, and the training process waits meanwhile: reading it every half second made a
-    training run a third slower.
+    To read it, the kernel visits all pages while the process waits: every half second, it made training a third slower.
     """
-    found = process.memory_full_info()
-    return int(getattr(found, "pss", found.rss))
+    memory = process.memory_full_info()
+    return int(getattr(memory, "pss", memory.rss))
 
 
-def _python_seconds(processes: Sequence[psutil.Process]) -> float:
-    """Return the seconds for which the oldest Python process among `processes` has run."""
+def _oldest_python_seconds(processes: Sequence[psutil.Process]) -> float:
+    """Return the age of the oldest Python process in seconds, 0 if there is none."""
     ages = [0.0]
     for process in processes:
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Check whether a command can be started: its program and its script are looked for before anything is run."""
+"""Check that the program and the script of a command exist, before anything is run."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
 _SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed")  # their options before the script may take values
 _WRAPPERS = ("env", "nice", "nohup", "time", "uv", "run")  # before a program, in the same folder
-# What stands before a launcher that looks in other folders than this process.
-_ELSEWHERE = ("PYTHONPATH=", "-C", "--chdir", "--directory")
+# Beginnings of arguments by which a launcher looks for the script in other folders than this process would.
+_PATH_CHANGES = ("PYTHONPATH=", "-C", "--chdir", "--directory")
 # Python's -c and -m after its options without a value; the code or the module may be joined to them.
-_RUNS = re.compile(r"-[bBdEhiIOPqRsStuvVx]*(?P<kind>[cm])(?P<joined>.*)", re.DOTALL)
+_CODE_OR_MODULE_OPTION = re.compile(r"-[bBdEhiIOPqRsStuvVx]*(?P<kind>[cm])(?P<joined>.*)", re.DOTALL)
 _OPTIONS_OF_PYTHON, _OPTIONS_OF_SHELLS = ("-W", "-X", "--check-hash-based-pycs"), ("-o", "-O")  # options with a value
 
 
 def likely_command(words: Sequence[str]) -> list[str] | None:
-    """Return the training command that is probably meant by words without ``--``, None if they do not look like a
-    command.
+    """Return the training command that is probably meant by arguments without ``--``; None if they do not look like
+    one.
     """
-    given = shlex.split(words[0]) if len(words) == 1 and " " in words[0] else list(words)
-    first = given[0] if given else ""
-    by = {".py": "python", ".sh": "bash"}.get(Path(first).suffix)
-    if by is not None:
-        return [by, *given]
-    return given if _is_launcher(Path(first).name) or shutil.which(first) is not None else None
+    arguments = shlex.split(words[0]) if len(words) == 1 and " " in words[0] else list(words)
+    first = arguments[0] if arguments else ""
+    interpreter = {".py": "python", ".sh": "bash"}.get(Path(first).suffix)
+    if interpreter is not None:
+        return [interpreter, *arguments]
+    return arguments if _is_launcher(Path(first).name) or shutil.which(first) is not None else None
 
 
 def require_startable(arguments: Sequence[str], path: str | None) -> None:
@@ -44,36 +44,38 @@ def require_startable(arguments: Sequence[str], path: str | None) -> None:
     """
     first = arguments[0]
     if shutil.which(first, path=path) is None:
-        raise _no_program(first)
+        raise _program_error(first)
     if "-C" in arguments or any(argument.startswith("--chdir") for argument in arguments):
         return  # paths are relative to another folder
     at = next((number for number, each in enumerate(arguments) if _is_launcher(Path(each).name)), None)
     if at is None or not all(_is_wrapping(each) for each in arguments[:at]):
-        return  # the script is in a container or on another host, or the program is none that is known
-    if any(each.startswith(_ELSEWHERE) for each in arguments[:at]):
+        return  # in a container or on another host, or an unknown program
+    if any(each.startswith(_PATH_CHANGES) for each in arguments[:at]):
         return
-    script = _script(arguments[at], arguments[at + 1 :], path)
+    script = _script_of(arguments[at], arguments[at + 1 :], path)
     if script is None or "{" in script or Path(script).exists():
         return
     near = [each.name for each in Path(script).parent.glob(f"*{Path(script).suffix or '.py'}")]
     likely = get_close_matches(Path(script).name, near, 1)
-    name = shlex.quote(str(Path(script).with_name(likely[0]))) if likely else "a file that is there"
+    name = shlex.quote(str(Path(script).with_name(likely[0]))) if likely else "an existing file"
     raise WorkloadError(
-        f"There is no file {script!r} in {Path.cwd()}.", f"Name {name}, or go to the folder that has it."
+        f"There is no file {script!r} in {Path.cwd()}.", f"Name {name}, or change to the folder of the script."
     )
 
 
-def _no_program(first: str) -> WorkloadError:
+def _program_error(first: str) -> WorkloadError:
     if re.fullmatch(r"[A-Za-z_]\w*=.*", first):
         return WorkloadError(
-            f"{first!r} is no program but sets a variable.", f"Begin the command with env: `env {first} ...`."
+            f"{first!r} is not a program but a variable assignment.", f"Begin the command with env: `env {first} ...`."
         )
     if Path(first).is_file():
-        by = "bash" if first.endswith(".sh") else "python"
-        return WorkloadError(f"{first!r} is not executable.", f"Give the program that runs it: `{by} {first} ...`.")
+        interpreter = "bash" if first.endswith(".sh") else "python"
+        return WorkloadError(
+            f"{first!r} is not executable.", f"Give the program that runs it: `{interpreter} {first} ...`."
+        )
     return WorkloadError(
         f"There is no program {first!r} here.",
-        "Give the command as it is typed in this folder and environment; one that needs a shell as `bash -c '...'`.",
+        "Give the command as you type it in this folder and environment. If it needs a shell, use `bash -c '...'`.",
     )
 
 
@@ -85,31 +87,32 @@ def _is_wrapping(argument: str) -> bool:
     return Path(argument).name in _WRAPPERS or argument.startswith("-") or "=" in argument or argument.isdecimal()
 
 
-def _script(launcher: str, rest: Sequence[str], path: str | None) -> str | None:
-    """Return the script that a launcher is given, None if it is given none or that cannot be told.
+def _script_of(launcher: str, rest: Sequence[str], path: str | None) -> str | None:
+    """Return the path of the script among a launcher's arguments `rest`; None if there is none or it is not clear
+    which.
 
-    Raises `WorkloadError` for a module after ``-m`` that this Python does not find, if the command uses this Python.
+    Raises `WorkloadError` for a module after ``-m`` that does not exist, if the command uses the running Python.
     """
     name = Path(launcher).name
     if name in _LAUNCHERS:
         is_other = {"-m", "--module", "--no-python", "--no_python"} & set(rest)
         return None if is_other else next((each for each in rest if _is_script(each)), None)
-    is_shell, skips = name in _SHELLS, False
+    is_shell, skips_next = name in _SHELLS, False
     for number, argument in enumerate(rest):
-        runs = None if is_shell else _RUNS.fullmatch(argument)
-        if skips:
-            skips = False
+        option = None if is_shell else _CODE_OR_MODULE_OPTION.fullmatch(argument)
+        if skips_next:
+            skips_next = False
         elif argument == "-" or (is_shell and re.fullmatch(r"-\w*[cs]", argument)):
             return None
-        elif runs is not None:
-            if runs["kind"] == "c":
+        elif option is not None:
+            if option["kind"] == "c":
                 return None
-            words = [*filter(None, [runs["joined"]]), *rest[number + 1 :]]
+            words = [*filter(None, [option["joined"]]), *rest[number + 1 :]]
             _require_module(words[:1], launcher, path)
             is_launcher = any(each.startswith("torch.distributed.") for each in words[:1])
-            return _script("torchrun", words[1:], path) if is_launcher else None
+            return _script_of("torchrun", words[1:], path) if is_launcher else None
         elif argument in (_OPTIONS_OF_SHELLS if is_shell else _OPTIONS_OF_PYTHON):
-            skips = True
+            skips_next = True
         elif not argument.startswith(("-", "+")):
             return argument
     return None
@@ -120,20 +123,22 @@ def _is_script(argument: str) -> bool:
 
 
 def _require_module(module: Sequence[str], python: str, path: str | None) -> None:
-    found = shutil.which(python, path=path)
-    is_ours = found is not None and Path(found).absolute().parent == Path(sys.executable).absolute().parent
+    executable = shutil.which(python, path=path)
+    is_this_python = (
+        executable is not None and Path(executable).absolute().parent == Path(sys.executable).absolute().parent
+    )
     name = module[0].partition(".")[0] if module else ""
-    if not is_ours or not name.isidentifier() or name in sys.builtin_module_names:
+    if not is_this_python or not name.isidentifier() or name in sys.builtin_module_names:
         return
     if not _is_module(name):
         raise WorkloadError(
-            f"There is no module {name!r}, neither in {Path.cwd()} nor among what is installed.",
+            f"There is no module {name!r}, neither in {Path.cwd()} nor installed.",
             f"Give its name as Python imports it, or the file: `{shell_line([python, 'path/to/script.py'])}`.",
         )
 
 
 def _is_module(name: str) -> bool:
-    """Return whether a finder of this Python, such as that of an editable install, or the working directory has it."""
+    """Whether the running Python can import the module, also from the working directory."""
     finds = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]
-    is_found = any(find_spec(name, None) is not None for find_spec in finds)
-    return is_found or PathFinder.find_spec(name, [str(Path.cwd())]) is not None
+    is_importable = any(find_spec(name, None) is not None for find_spec in finds)
+    return is_importable or PathFinder.find_spec(name, [str(Path.cwd())]) is not None

@@ -1,5 +1,5 @@
-"""Verdict on a run of a command: how it ended, or that it goes on. Gathers the evidence of its processes for `judge`.
-Pure.
+"""Verdict on a run of a command: measured, failed, or still running. Collects the evidence of its processes for
+`judge`. Pure.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from autotune_amp.processes.ranks import failure_of_rank
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 from autotune_amp.trial.judge import RaisedError, RunEvidence, causing_failure, judge
 
-# Errors that launchers raise about their ranks: they are the cause only if no rank reports an error.
-_LAUNCHERS_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
-_TAIL_CHARACTERS = 8000
-UNOBSERVED_SECONDS = 10.0  # a Python process with the agent sends `Hello` before it does anything
+# Errors that launchers raise when a rank fails: reported only if no rank sent its own error.
+_LAUNCHER_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
+_TAIL_CHARACTERS = 8000  # of the output that is shown with a failure
+# After this time without `Hello`, no agent is in the command: a Python process with the agent sends it on startup.
+UNOBSERVED_SECONDS = 10.0
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a run as seen from outside: seconds since its start and since its latest step, memory of all its
-    processes.
+    """State of a run's processes: seconds since the start and since the latest step, and the memory of all processes.
 
-    `unobserved_seconds`: how long a Python process has run in it while none has sent a message. `status`: exit status
-    of the command, None while it runs. `printed`: its output. `is_oom_killed`: the kernel has killed a process for lack
-    of memory since the run started.
+    `unobserved_seconds` is the age of the oldest Python process while no process has sent a message; `status` the exit
+    status of the command, None while it runs; `printed` its latest output. `is_oom_killed` says whether the kernel has
+    killed a process for lack of memory since the run started.
     """
 
     seconds: float
@@ -46,9 +46,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verdict(
-    heard: RunEvents, seen: RunState, deadlines: Deadlines, *, is_enough: bool, memory_limit_bytes: int | None
+    events: RunEvents, state: RunState, deadlines: Deadlines, *, is_enough: bool, memory_limit_bytes: int | None
 ) -> Literal["measured"] | Failure | None:
-    """Return "measured" or the failure that a run ended with, None while it goes on. `is_enough`: its steps are
+    """Return "measured", or the failure of the run, or None to let it continue. `is_enough`: enough steps are
     measured.
     """
     if refused := heard.first(Refused):
@@ -61,23 +61,23 @@ def verdict(
             return failure_of_rank(failure, rank.rank, rank.world)
     if is_enough:
         return "measured"
-    if failure := judge(RunEvidence(memory_bytes=seen.memory_bytes, memory_limit_bytes=memory_limit_bytes)):
+    if failure := judge(RunEvidence(memory_bytes=state.memory_bytes, memory_limit_bytes=memory_limit_bytes)):
         return failure
-    if seen.status is not None:
-        return _of_exit(heard, seen)
-    if not heard.of(Hello) and seen.unobserved_seconds > UNOBSERVED_SECONDS:  # nor is it guarded
-        return Failure(kind="workload_error", message=_unseen(heard), details=_tail(seen))
-    unstepped = heard.first(Unstepped)
-    if unstepped is not None and not heard.ranks:
+    if state.status is not None:
+        return _exit_verdict(events, state)
+    if not events.of(Hello) and state.unobserved_seconds > UNOBSERVED_SECONDS:  # existing files are not guarded either
+        return Failure(kind="workload_error", message=_reason_without_steps(events), details=_tail(state))
+    unstepped = events.first(Unstepped)
+    if unstepped is not None and not events.ranks:
         return Failure(
             kind="workload_error",
             message=f"{unstepped.num_backward} backward passes were made, and no optimizer of torch took a step",
-            details="Train by a class of torch.optim, whose steps are what is measured.",
+            details="Train with a class of torch.optim: its steps are measured.",
         )
-    return _overdue(heard, seen, deadlines)
+    return _timeout_failure(events, state, deadlines)
 
 
-def _of_refused(refused: Refused) -> Failure:
+def _refusal_failure(refused: Refused) -> Failure:
     at = f"{refused.what} at {refused.line}"
     if refused.path.startswith("https://"):
         message, step = (
@@ -94,112 +94,112 @@ def _of_refused(refused: Refused) -> Failure:
     return Failure(kind="workload_error", message=message, details=step)
 
 
-def _is_fatal(heard: RunEvents, seen: RunState) -> bool:
-    """Whether an error ends the run: that of a rank does, that of a helper process only if the command ended
-    with it.
+def _is_fatal(events: RunEvents, state: RunState) -> bool:
+    """Whether an error message ends the run: one of a rank always, one of a helper process only if the command has
+    failed or ended without a rank.
     """
-    if seen.status is not None and (seen.status != 0 or not heard.ranks):
-        return bool(heard.of(Error))
-    return any(error.pid in heard.rank_by_pid for error in heard.of(Error))
+    if state.status is not None and (state.status != 0 or not events.ranks):
+        return bool(events.of(Error))
+    return any(error.pid in events.rank_by_pid for error in events.of(Error))
 
 
-def _of_errors(heard: RunEvents, seen: RunState) -> Iterator[Failure]:
-    """Yield the failure of each process that raised an error or was lost; that of a launcher only if there is
-    no other.
+def _error_failures(events: RunEvents, state: RunState) -> Iterator[Failure]:
+    """Yield the failures of processes that sent an error or ended without a message; of launchers only if there is no
+    other.
     """
-    own = [error for error in heard.of(Error) if error.types[0] not in _LAUNCHERS_ERRORS]
-    for error in own:
-        yield failure_of_rank(_of_error(error, seen), error.rank, error.world)
-    if heard.lost:
-        yield _of_lost(heard, seen)
-    elif not own:
-        error = heard.of(Error)[0]
+    rank_errors = [error for error in events.of(Error) if error.types[0] not in _LAUNCHER_ERRORS]
+    for error in rank_errors:
+        yield failure_of_rank(_error_failure(error, state), error.rank, error.world)
+    if events.lost_pids:
+        yield _lost_rank_failure(events, state)
+    elif not rank_errors:
+        error = events.of(Error)[0]
         nested = re.search(r"Process (\d+) terminated", error.message)
-        if error.types[0] == "ProcessRaisedException" and nested:  # it quotes the rank's traceback
+        if error.types[0] == "ProcessRaisedException" and nested:  # its message contains the rank's traceback
             *_, last = filter(str.strip, error.message.splitlines())
-            kind, _, said = last.partition(": ")
-            error = replace(error, types=(kind.rpartition(".")[2],), message=said)
-            yield failure_of_rank(_of_error(error, seen), int(nested[1]), 2)
-        elif seen.status:  # the rank's own error is in the printed output
-            yield _of_status(heard, seen, seen.status)
+            kind, _, message = last.partition(": ")
+            error = replace(error, types=(kind.rpartition(".")[2],), message=message)
+            yield failure_of_rank(_error_failure(error, state), int(nested[1]), 2)
+        elif state.status:  # the rank's own error is in the output
+            yield _exit_status_failure(events, state, state.status)
         else:
-            yield _of_error(error, seen)
+            yield _error_failure(error, state)
 
 
-def _of_error(error: Error, seen: RunState) -> Failure:
+def _error_failure(error: Error, state: RunState) -> Failure:
     raised = RaisedError(
         types=error.types,
         message=error.message,
         traceback=error.traceback,
         free_memory_share=error.free_memory_share,
     )
-    return _judged(RunEvidence(error=raised, is_oom_killed=seen.is_oom_killed))
+    return _judge_ended(RunEvidence(error=raised, is_oom_killed=state.is_oom_killed))
 
 
-def _judged(evidence: RunEvidence) -> Failure:
+def _judge_ended(evidence: RunEvidence) -> Failure:
     failure = judge(evidence)
-    assert failure is not None  # the process raised or ended, or is overdue
+    assert failure is not None  # the evidence contains an error, an exit or a timeout
     return failure
 
 
-def _of_lost(heard: RunEvents, seen: RunState) -> Failure:
+def _lost_rank_failure(events: RunEvents, state: RunState) -> Failure:
     """Return the failure of a rank that ended without a message; its exit status is taken from the launcher's
     output.
     """
-    pid = heard.lost[0]
-    by_launcher = re.search(rf"exitcode:? *(-?\d+)\)? .*\(pid: {pid}\)", seen.printed)
-    by_spawn = re.search(r"process \d+ terminated with signal (\w+)", seen.printed)
-    return _judged(
+    pid = events.lost_pids[0]
+    by_launcher = re.search(rf"exitcode:? *(-?\d+)\)? .*\(pid: {pid}\)", state.printed)
+    by_spawn = re.search(r"process \d+ terminated with signal (\w+)", state.printed)
+    return _judge_ended(
         RunEvidence(
             has_ended=True,
             exit_status=int(by_launcher[1]) if by_launcher else -signal.Signals[by_spawn[1]] if by_spawn else None,
-            process=f"rank {heard.rank_by_pid[pid]}",
-            activity="without a word",
-            output=_tail(seen),
-            is_oom_killed=seen.is_oom_killed,
+            process=f"rank {events.rank_by_pid[pid]}",
+            activity="without an error message",
+            output=_tail(state),
+            is_oom_killed=state.is_oom_killed,
         )
     )
 
 
-def _of_status(heard: RunEvents, seen: RunState, status: int) -> Failure:
-    if heard.lost and heard.world > 1:
-        return _of_lost(heard, seen)
-    return _judged(
+def _exit_status_failure(events: RunEvents, state: RunState, status: int) -> Failure:
+    if events.lost_pids and events.world > 1:
+        return _lost_rank_failure(events, state)
+    return _judge_ended(
         RunEvidence(
             has_ended=True,
             exit_status=status,
             process="the command",
-            output=_tail(seen),
-            is_oom_killed=seen.is_oom_killed,
+            output=_tail(state),
+            is_oom_killed=state.is_oom_killed,
         )
     )
 
 
-def _of_exit(heard: RunEvents, seen: RunState) -> Literal["measured"] | Failure:
-    if seen.status:
-        return _of_status(heard, seen, seen.status)
-    if heard.num_steps > NUM_WARMUP_STEPS + 1:
+def _exit_verdict(events: RunEvents, state: RunState) -> Literal["measured"] | Failure:
+    if state.status:
+        return _exit_status_failure(events, state, state.status)
+    if events.num_steps > NUM_WARMUP_STEPS + 1:
         return "measured"
-    if heard.ranks and not heard.is_whole:
-        message = f"it ended, and {_heard_ranks(heard)}"
-    elif heard.ranks:
-        message = f"it ended by itself after {heard.num_steps} optimizer steps, too few to measure"
+    if events.ranks and not events.has_all_ranks:
+        message = f"it ended, and {_num_reporting_ranks(events)}"
+    elif events.ranks:
+        message = f"it ended by itself after {events.num_steps} optimizer steps, too few to measure"
     else:
-        message = f"it ended, and {_unseen(heard)}"
-    return Failure(kind="workload_error", message=message, details=_tail(seen))
+        message = f"it ended, and {_reason_without_steps(events)}"
+    return Failure(kind="workload_error", message=message, details=_tail(state))
 
 
-def _overdue(heard: RunEvents, seen: RunState, deadlines: Deadlines) -> Failure | None:
+def _timeout_failure(events: RunEvents, state: RunState, deadlines: Deadlines) -> Failure | None:
     whole, first, step = deadlines.whole_seconds, deadlines.first_step_seconds, deadlines.step_seconds
-    is_loading = False  # a command's start and build cannot be told from its first step
-    if whole is not None and seen.seconds > whole:
-        state = f"still running, with {count(heard.num_steps, 'step')}," if heard.of(Torch) else "still starting"
-        message = f"it was {state} when its time of {whole:.0f} s was up"
-        is_loading = not heard.ranks
-    elif not heard.num_steps and first is not None and seen.seconds > first:
+    is_loading = False  # whether no rank had appeared when the time was up
+    if whole is not None and state.seconds > whole:
+        progress = f"still running, with {count(events.num_steps, 'step')}," if events.of(Torch) else "still starting"
+        message = f"it was {progress} when its time of {whole:.0f} s was up"
+        is_loading = not events.ranks
+    elif not events.num_steps and first is not None and state.seconds > first:
         message = "no optimizer step was seen in time"
-    elif heard.num_steps and step is not None and seen.seconds_since_step > step:
-        message = f"no step for {step:.0f} s, after step {heard.num_steps}"
+    elif events.num_steps and step is not None and state.seconds_since_step > step:
+        message = f"no step for {step:.0f} s, after step {events.num_steps}"
     else:
         return None
     if heard.of(Error) and not heard.ranks:
@@ -217,34 +217,34 @@ def _overdue(heard: RunEvents, seen: RunState, deadlines: Deadlines) -> Failure 
     return _judged(RunEvidence(overdue=message, output=output, is_loading=is_loading))
 
 
-def _unseen(heard: RunEvents) -> str:
-    """Return the reason why no rank has sent a message."""
-    if not heard.of(Hello):
+def _reason_without_steps(events: RunEvents) -> str:
+    """Return the reason why no optimizer step was observed."""
+    if not events.of(Hello):
         return (
-            "no Python in it could be observed: is it started with -I, -E or -S, by `env -i`, in a container, "
+            "no Python process in it could be observed: is it started with -I, -E or -S, by `env -i`, in a container, "
             "or on another machine?"
         )
-    if not heard.of(Torch):
-        return "no Python in it had imported torch"
+    if not events.of(Torch):
+        return "no Python process in it had imported torch"
     return (
         "torch was imported, but no optimizer of torch took a step: is the training finished already, or resumed "
         "from a checkpoint?"
     )
 
 
-def _heard_ranks(heard: RunEvents) -> str:
-    return f"{len(heard.ranks)} of {heard.world} ranks were heard"
+def _num_reporting_ranks(events: RunEvents) -> str:
+    return f"{len(events.ranks)} of {events.world} ranks sent messages"
 
 
-def _stacks(heard: RunEvents, first: list[int]) -> str:
+def _stacks(events: RunEvents, first: list[int]) -> str:
     """Return the stacks of the ranks, those in `first` at the top; without ranks, of all processes that
     imported torch.
     """
-    pids = heard.rank_by_pid or {torch.pid: 0 for torch in heard.of(Torch)}
-    found = [stack for stack in heard.of(Stack) if stack.pid in pids]
-    found.sort(key=lambda stack: (stack.pid not in first, pids[stack.pid]))
-    return "\n".join(f"rank {pids[stack.pid]}, pid {stack.pid}:\n{stack.text}" for stack in found)
+    pids = events.rank_by_pid or {torch.pid: 0 for torch in events.of(Torch)}
+    stacks = [stack for stack in events.of(Stack) if stack.pid in pids]
+    stacks.sort(key=lambda stack: (stack.pid not in first, pids[stack.pid]))
+    return "\n".join(f"rank {pids[stack.pid]}, pid {stack.pid}:\n{stack.text}" for stack in stacks)
 
 
-def _tail(seen: RunState) -> str | None:
-    return seen.printed[-_TAIL_CHARACTERS:] or None
+def _tail(state: RunState) -> str | None:
+    return state.printed[-_TAIL_CHARACTERS:] or None

@@ -74,10 +74,10 @@ def measured(variant: str) -> dict[str, float | str]:
         is_enough=goes_on,
         watcher=Watcher(),
     )
-    printed = json.loads(ran.seen.printed.splitlines()[-1])
+    printed = json.loads(ran.state.printed.splitlines()[-1])
     if variant != "observing":
         return {"variant": variant, **printed}
-    (rank,) = ran.heard.ranks.values()
+    (rank,) = ran.events.ranks.values()
     first, last = (rank.steps[at].overhead_seconds or 0.0 for at in (NUM_WARMUP_STEPS, -1))
     own = (last - first) / (len(rank.steps) - 1 - NUM_WARMUP_STEPS)
     (num_before, began), (num_after, ended) = marks[0], marks[-1]

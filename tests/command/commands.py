@@ -43,7 +43,7 @@ def run(
         listener.close()
         while True:
             try:
-                heard.add(listener.heard.get_nowait())
+                heard.add(listener.messages.get_nowait())
             except queue.Empty:
                 break
     assert (done.returncode != 0) is fails, done.stderr

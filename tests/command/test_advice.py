@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import said
 
-from autotune_amp.command.advice import advised
+from autotune_amp.command.advice import with_advice
 from autotune_amp.command.messages import Refused
 from autotune_amp.command.verdict import UNOBSERVED_SECONDS, RunState, verdict
 from autotune_amp.core.job import Deadlines
@@ -54,7 +54,7 @@ def test_a_python_that_says_nothing_is_not_waited_for(says_hello: bool) -> None:
 
 
 def test_the_error_that_was_printed_and_the_next_step() -> None:
-    found = advised(Failure(kind="crash", message="the command exited with status 1", details=TORCHRUN_FAILED))
+    found = with_advice(Failure(kind="crash", message="the command exited with status 1", details=TORCHRUN_FAILED))
     assert "ChildFailedError" not in found.message
     assert "DistNetworkError" in found.message
     assert "{port}" in (found.details or "").partition("\n")[0]
@@ -63,4 +63,4 @@ def test_the_error_that_was_printed_and_the_next_step() -> None:
 
 def test_what_says_nothing_more_stays_as_it_is() -> None:
     failure = Failure(kind="timeout", message="no step for 3 s", details="Error: of an earlier try")
-    assert advised(failure) == failure
+    assert with_advice(failure) == failure

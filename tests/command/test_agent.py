@@ -16,7 +16,7 @@ from commands import INJECTED, TORCHRUN, run
 from forked_python import ForkServer
 
 from autotune_amp.command.agent import observer, passes
-from autotune_amp.command.frozen_pair import Unpaired, pair
+from autotune_amp.command.frozen_pair import PairingProblem, pair_steps
 from autotune_amp.command.measure import batch_sizes, passes_per_step, precision_of
 from autotune_amp.command.messages import Error, Gradient, Hello, Torch, Unstepped
 from autotune_amp.command.rank_steps import Rank
@@ -90,24 +90,24 @@ SGD, FUSED = "torch.optim.SGD(model.parameters(), lr=0.01)", "torch.optim.SGD(mo
 def test_a_plain_loop(train: Train, accumulates: int) -> None:
     text = LOOP.format(optimizer=SGD, scales=False, epochs=2, accumulates=accumulates)
     rank = only(train(text))
-    assert len(rank.pace) == 64 // accumulates
+    assert len(rank.primary_steps) == 64 // accumulates
     assert per_step(rank) == {(8 * accumulates, accumulates)}
-    assert len(list(rank.intervals())) == len(rank.warm) - 1
+    assert len(list(rank.intervals())) == len(rank.warm_steps) - 1
     assert [scaler.is_enabled for scaler in rank.scalers] == [False]
     assert precision_of(rank) == "fp32"
     assert {it.shuffles for it in rank.loaders.values()} == {True}
-    assert [forward for forward, *_ in rank.pace[0].forwards] == ["Sequential"] * accumulates
+    assert [forward for forward, *_ in rank.primary_steps[0].forwards] == ["Sequential"] * accumulates
 
 
 @pytest.mark.parametrize("optimizer", [SGD, FUSED])
 def test_what_a_scaler_skips(train: Train, optimizer: str) -> None:
     rank = only(train(LOOP.format(optimizer=optimizer, scales=True, epochs=1, accumulates=1)))
-    skipped = [step.is_skipped for step in rank.pace]
+    skipped = [step.is_skipped for step in rank.primary_steps]
     assert len(skipped) == 32
     assert 0 < sum(skipped) < 32
     assert skipped == sorted(skipped, reverse=True), "only at first, while the scale is too large"
     assert [scaler.is_enabled for scaler in rank.scalers] == [True]
-    assert all(0 < float(loss) < 100 for step in rank.pace for loss in step.losses), "not the scaled ones"
+    assert all(0 < float(loss) < 100 for step in rank.primary_steps for loss in step.losses), "not the scaled ones"
 
 
 def test_two_optimizers_of_which_one_steps_less(train: Train) -> None:
@@ -124,7 +124,7 @@ for number, (x, y) in enumerate(loader, 1):
 """
     rank = only(train(text))
     assert len(rank.optimizers) == 2
-    assert len(rank.pace) == 16
+    assert len(rank.primary_steps) == 16
     assert per_step(rank) == {(16, 5)}
 
 
@@ -140,7 +140,7 @@ for number in range(8):
     optimizer.step(closure)
 """
     rank = only(train(text))
-    assert len(rank.pace) == 8
+    assert len(rank.primary_steps) == 8
     assert not rank.training_loaders
     passes = {one.num_passes for one in rank.intervals()}
     assert passes
@@ -215,10 +215,10 @@ for x, y in torch.utils.data.DataLoader(data, batch_sampler=batches):
 
 def check_compiled(rank: Rank) -> None:
     """Once more in the middle, where batches get smaller; the autocast region is inside."""
-    assert len(rank.pace) == 32
+    assert len(rank.primary_steps) == 32
     assert per_step(rank) == {(8, 1), (4, 1)}
     assert rank.num_compiling_steps == 1
-    assert len(list(rank.intervals())) == len(rank.warm) - 2, "one compiled anew"
+    assert len(list(rank.intervals())) == len(rank.warm_steps) - 2, "one compiled anew"
     assert precision_of(rank) == "bf16"
 
 
@@ -244,7 +244,7 @@ for number, (x, y) in enumerate(loader):
     rank = only(train(text))
     assert len(rank.training_loaders) == 1
     assert per_step(rank) == {(8, 1)}
-    assert 0 < len(list(rank.intervals())) < len(rank.warm) - 1, "some of them hold an evaluation"
+    assert 0 < len(list(rank.intervals())) < len(rank.warm_steps) - 1, "some of them hold an evaluation"
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ if __name__ == "__main__":
         (tmp_path / "train.sh").write_text(f"{sys.executable} train.py\n")
         command = ["bash", "train.sh"]
     heard = run(command, tmp_path)
-    assert [len(rank.pace) for rank in heard.ranks.values()] == [32] * (2 if launch == "spawn" else 1)
+    assert [len(rank.primary_steps) for rank in heard.ranks.values()] == [32] * (2 if launch == "spawn" else 1)
     assert all(per_step(rank) == {(8, 1)} for rank in heard.ranks.values())
 
 
@@ -302,7 +302,7 @@ if __name__ == "__main__":
 """)
     # A worker that is spawned imports the program of a process that was started as such.
     rank = only(run(command, tmp_path, server=fork_server if context == "fork" else None))
-    assert len(rank.pace) == 8
+    assert len(rank.primary_steps) == 8
     assert per_step(rank) == {(8, 1)}
 
 
@@ -328,7 +328,7 @@ CASTING = "torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat1
 
 
 def check_ranks(heard: RunEvents, precision: str) -> None:
-    assert heard.is_whole
+    assert heard.has_all_ranks
     assert sorted(rank.rank for rank in heard.ranks.values()) == [0, 1]
     assert heard.num_steps == 16
     assert all(per_step(rank) == {(8, 1)} for rank in heard.ranks.values())
@@ -419,7 +419,7 @@ def test_the_memory_that_is_left_is_told_with_an_error(monkeypatch: pytest.Monke
 
 def test_a_loss_on_an_accelerator_is_kept_there_until_a_step_is_settled() -> None:
     loss = Mock(device=torch.device("cuda"))
-    kept = passes._kept(loss)
+    kept = passes._readable_later(loss)
     assert kept is loss.detach().clone()
     assert not loss.item.called
 
@@ -466,7 +466,7 @@ def test_what_else_looks_into_the_interpreter_goes_on(script: Script, tmp_path: 
     pytest.importorskip(tool[0])
     loop = LOOP.format(optimizer=SGD, scales=False, epochs=1, accumulates=1)
     heard = run([sys.executable, "-m", *tool, *script(loop)[1:]], tmp_path)
-    assert [len(rank.pace) for rank in heard.ranks.values()] == [32]
+    assert [len(rank.primary_steps) for rank in heard.ranks.values()] == [32]
     if tool[0] == "coverage":
         data = coverage.CoverageData(str(tmp_path / ".coverage"))
         data.read()
@@ -540,8 +540,10 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=8):
     )
     assert [each.has_low_weights for each in low.of(Gradient)] == [True] * 3
     assert [each.has_low_weights for each in raised.of(Gradient)] == [False] * 3
-    assert isinstance(pair(low.of(Gradient), raised.of(Gradient)), tuple)
-    assert not isinstance(pair(low.of(Gradient), raised.of(Gradient)), Unpaired), "the same weights and batches"
+    assert isinstance(pair_steps(low.of(Gradient), raised.of(Gradient)), tuple)
+    assert not isinstance(pair_steps(low.of(Gradient), raised.of(Gradient)), PairingProblem), (
+        "the same weights and batches"
+    )
     (rank,) = low.ranks.values()
     assert rank.optimizers[0].num_frozen == {"bfloat16": 72}
     assert rank.optimizers[0].num_parameters == {"bfloat16": 81, "float32": 9}

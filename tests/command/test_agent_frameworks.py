@@ -94,7 +94,7 @@ def test_a_framework(
 ) -> None:
     monkeypatch.setattr(Rank, "_num_warmup_steps", lambda _: NUM_WARMUP_STEPS)  # as of steps that are steady at once
     rank = trained(script, argument, tmp_path)
-    assert len(rank.pace) == num_steps
+    assert len(rank.primary_steps) == num_steps
     assert {(one.num_samples, one.num_passes) for one in rank.intervals()} == {(num_samples, 2)}
     assert len(list(rank.intervals())) == num_intervals
     assert [rank.loaders[name].shuffles for name in rank.training_loaders] == [True]

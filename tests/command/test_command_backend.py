@@ -402,7 +402,7 @@ def test_a_precision_that_shows_nowhere_is_not_taken_for_the_weights(tmp_path: P
 
 
 def test_an_ignored_placeholder_is_an_error_that_names_both_values(script: str, local: LocalBackend) -> None:
-    with pytest.raises(WorkloadError, match=r"8 samples.*where 4 were asked for") as raised:
+    with pytest.raises(WorkloadError, match=r"8 samples.*but 4 were requested") as raised:
         described([sys.executable, script, "--be", "ignoring", *BATCH], local)
     assert "--dry-run" in raised.value.next_step
 

@@ -123,6 +123,6 @@ def test_two_optimizers_that_step_in_turn_are_measured_on_their_own_card(
         return any(len(list(rank.intervals())) >= 3 for rank in heard.ranks.values())
 
     ran = run_command([sys.executable, "train.py"], is_enough=is_enough)
-    assert ran.ending == "measured", ran.seen.printed
-    (rank,) = ran.heard.ranks.values()
+    assert ran.verdict == "measured", ran.state.printed
+    (rank,) = ran.events.ranks.values()
     assert (rank.peak_memory_bytes or 0) > 0

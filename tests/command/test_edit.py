@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from autotune_amp.command.editing.edit import ByHand, CommandFacts, Edit, Observed, edit
+from autotune_amp.command.editing.edit import CommandFacts, Edit, ManualChange, RunSetting, edit
 from autotune_amp.command.messages import Site
 from autotune_amp.core.config import AmpConfig, LossScale
 
 PATH = "/home/me/train.py"
-TODAY = Observed(precision="fp32", batch_size=32, accumulation_steps=1, num_workers=0)
+TODAY = RunSetting(precision="fp32", batch_size=32, accumulation_steps=1, num_workers=0)
 LOADER = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers")
 REGION = ("device_type", "dtype", "enabled", "cache_enabled")
 
@@ -39,7 +39,7 @@ def site(kind: str, text: str, call: str, name: str = "", knows_end: bool = True
 def edited(
     text: str,
     *sites: Site,
-    today: Observed = TODAY,
+    today: RunSetting = TODAY,
     command: tuple[str, ...] = ("python", "train.py"),
     device: str = "cpu",
     **config: Any,
@@ -236,7 +236,7 @@ def test_batches_that_the_loader_does_not_make(call: str) -> None:
     assert (found.texts, only_lines(found)) == ({}, {1})
 
 
-TF32 = Observed(precision="tf32", batch_size=32, accumulation_steps=1)
+TF32 = RunSetting(precision="tf32", batch_size=32, accumulation_steps=1)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_what_no_text_holds_is_said() -> None:
 )  # fmt: skip
 def test_a_region(call: str, values: dict[str, Any], precision: str, after: str) -> None:
     text = f"import torch\nwith {call}:\n    loss = model(x)\n"
-    today = Observed(precision="fp16" if values["enabled"] else "fp32", batch_size=32, accumulation_steps=1)
+    today = RunSetting(precision="fp16" if values["enabled"] else "fp32", batch_size=32, accumulation_steps=1)
     seen = (site("autocast", text, call, values=values), site("forward", text, "model(x)", values={"device": "cpu"}))
     found = edited(text, *seen, today=today, precision=precision)
     assert only(found) == text.replace(call, after)
@@ -297,7 +297,7 @@ def test_a_region(call: str, values: dict[str, Any], precision: str, after: str)
 def test_the_name_by_which_a_file_knows_torch_is_kept() -> None:
     text = "import torch as th\nwith th.autocast('cpu', dtype=th.float16):\n    pass\n"
     seen = site("autocast", text, "th.autocast('cpu', dtype=th.float16)", values={"dtype": "float16", "enabled": True})
-    today = Observed(precision="fp16", batch_size=32, accumulation_steps=1)
+    today = RunSetting(precision="fp16", batch_size=32, accumulation_steps=1)
     assert "dtype=th.bfloat16" in edited(text, seen, today=today, precision="bf16").texts[PATH]
 
 
@@ -329,7 +329,7 @@ def test_a_scaler_is_turned_off_where_that_is_its_own(scaler: str, after: str) -
     region = site(
         "autocast", text, "torch.autocast('cpu', dtype=torch.float16)", values={"dtype": "float16", "enabled": True}
     )
-    today = Observed(precision="fp16", batch_size=32, accumulation_steps=1)
+    today = RunSetting(precision="fp16", batch_size=32, accumulation_steps=1)
     found = edited(
         text, region, site("scaler", text, scaler, values={"enabled": True}), today=today,
         command=("python", "train.py", "--amp"), precision="bf16",
@@ -344,7 +344,7 @@ def test_fp16_needs_a_scaler_and_sets_its_scale() -> None:
     region = site(
         "autocast", text, "torch.autocast('cpu', dtype=torch.bfloat16)", values={"dtype": "bfloat16", "enabled": True}
     )
-    today = Observed(precision="bf16", batch_size=32, accumulation_steps=1)
+    today = RunSetting(precision="bf16", batch_size=32, accumulation_steps=1)
     values = {"enabled": False, "init_scale": 65536.0, "growth_interval": 2000}
     scaler = site("scaler", text, "GradScaler('cpu', enabled=False)", values=values)
     found = edited(text, region, scaler, today=today, precision="fp16", loss_scale=scale)
@@ -433,7 +433,7 @@ def test_training_arguments(kind: str, before: str, values: dict[str, Any], afte
     seen = site(kind, before, before, values=values)
     found = edited(before, seen, precision="bf16", batch_size=16, accumulation_steps=2)
     assert only(found) == after
-    assert found.expected == Observed(precision="bf16", batch_size=16, accumulation_steps=2, num_workers=0)
+    assert found.expected == RunSetting(precision="bf16", batch_size=16, accumulation_steps=2, num_workers=0)
 
 
 @pytest.mark.parametrize(
@@ -493,7 +493,7 @@ def test_one_switch_for_two_opposite_values_is_by_hand() -> None:
     text = "on = True\nTrainingArguments('out', bf16=on, fp16=on)\n"
     values = {"bf16": True, "fp16": False}
     seen = site("training_arguments", text, "TrainingArguments('out', bf16=on, fp16=on)", values=values)
-    today = Observed(precision="bf16", batch_size=32, accumulation_steps=1)
+    today = RunSetting(precision="bf16", batch_size=32, accumulation_steps=1)
     found = edited(text, seen, today=today, device="cuda", precision="fp16", loss_scale=LossScale())
     assert (found.texts, len(found.by_hand)) == ({}, 2)
-    assert isinstance(found.by_hand[0], ByHand)
+    assert isinstance(found.by_hand[0], ManualChange)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from autotune_amp.command.frozen_pair import FrozenPair, FrozenStep, Unpaired, pair
+from autotune_amp.command.frozen_pair import FrozenPair, FrozenStep, PairingProblem, pair_steps
 from autotune_amp.command.messages import Gradient
 from autotune_amp.core.outcome import Fidelity
 
@@ -20,7 +20,7 @@ def gradient(number: int, path: str = "low", rank: int = 0, **fields: Any) -> Gr
 def test_steps_are_paired_by_batch_and_rank() -> None:
     low = [gradient(number, rank=rank) for number in (0, 1) for rank in (0, 1)]
     reference = [gradient(number, "fp32", rank) for rank in (1, 0) for number in (1, 0, 2)]
-    found = pair(low, reference)
+    found = pair_steps(low, reference)
     assert [[(step.low, step.reference) for step in batch] for batch in found if isinstance(batch, tuple)] == [
         [("low00", "fp3200"), ("low01", "fp3201")],
         [("low10", "fp3210"), ("low11", "fp3211")],
@@ -34,10 +34,10 @@ def test_what_is_not_alike_is_not_held_against_each_other() -> None:
         ([gradient(0)], [gradient(1)], "no step"),
         ([], [], "no step"),
         ([gradient(0, batch=None)], [gradient(0, batch=None)], "no batch"),
-        ([gradient(0)], [gradient(0, has_low_weights=True)], "cannot be raised to fp32"),
+        ([gradient(0)], [gradient(0, has_low_weights=True)], "cannot be converted to fp32"),
     ):
-        found = pair(low, reference)
-        assert isinstance(found, Unpaired)
+        found = pair_steps(low, reference)
+        assert isinstance(found, PairingProblem)
         assert named in found.why
         assert found.next_step
 

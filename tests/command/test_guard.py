@@ -19,7 +19,7 @@ from forked_python import ForkServer
 from running_commands import run_command
 
 from autotune_amp.command.agent.guard import is_standard
-from autotune_amp.command.leftovers import remembered
+from autotune_amp.command.leftovers import load_kept
 from autotune_amp.command.messages import Error, Hello, Refused
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import CompletedRun
@@ -131,13 +131,13 @@ def test_what_was_there_stays_and_path_and_line_are_said(
     text = CHANGES[way] if way in CHANGES else f"import torch; {WITH_TORCH[way]}"
     with forked_programs(fork_server):
         ran = train(text + "\nprint('went on')")
-    assert isinstance(ran.ending, Failure)
-    refused = ran.heard.first(Refused)
-    assert refused is not None, ran.seen.printed
-    assert "went on" not in ran.seen.printed
+    assert isinstance(ran.verdict, Failure)
+    refused = ran.events.first(Refused)
+    assert refused is not None, ran.state.printed
+    assert "went on" not in ran.state.printed
     assert refused.line == f"{mine}/train.py:2"
-    assert refused.line in ran.ending.message
-    assert refused.path in ran.ending.message
+    assert refused.line in ran.verdict.message
+    assert refused.path in ran.verdict.message
     if "upload" in way:
         assert refused.path.startswith("https://")
         assert refused.path.endswith("me/model")
@@ -170,9 +170,9 @@ def test_in_a_python_of_that_version(mine: Path, version: str) -> None:
         pytest.skip(f"there is no python{version} here")
     before = snapshot(mine)
     ran = run_command([python, "-c", f"{PREAMBLE}open('mine', 'w').close()\n{UPDATED}open('old/file', 'w')"])
-    assert {hello.python.rpartition(".")[0] for hello in ran.heard.of(Hello)} == {version}
-    assert ran.heard.first(Refused) is not None, ran.seen.printed
-    assert not ran.heard.of(Error)
+    assert {hello.python.rpartition(".")[0] for hello in ran.events.of(Hello)} == {version}
+    assert ran.events.first(Refused) is not None, ran.state.printed
+    assert not ran.events.of(Error)
     assert snapshot(mine) == before
 
 
@@ -243,13 +243,13 @@ def test_what_is_its_own_is_free_and_what_it_made_elsewhere_is_listed(
     (mine / "train.py").write_text(PREAMBLE + ALLOWED)
     environment = {"HOME": str(home), "HF_HOME": str(home / "hub"), "XDG_CACHE_HOME": ""}
     ran = run_command([sys.executable, "train.py", str(given)], environment=environment, output=given / "agent")
-    assert ran.heard.first(Refused) is None
-    assert "went on" in ran.seen.printed, ran.seen.printed
+    assert ran.events.first(Refused) is None
+    assert "went on" in ran.state.printed, ran.state.printed
     assert {str(Path(path).relative_to(mine)) for path in ran.kept} == {"kept", "made", "moved", "new.db", "by a child"}
 
     again = "open('kept', 'w').close(); open('made/more', 'w').close(); open('new', 'w').close(); print('went on')"
-    assert "went on" in train(again, kept=ran.kept).seen.printed
-    assert train(again).heard.first(Refused) is not None, "of a run that is none of ours"
+    assert "went on" in train(again, kept=ran.kept).state.printed
+    assert train(again).events.first(Refused) is not None, "of a run that is none of ours"
 
 
 LEAVES = """
@@ -312,7 +312,7 @@ def test_what_a_run_leaves_is_moved_and_data_that_are_complete_stay(
     moved = {"out/model.pt", "old/log", "data/model.pt", "packed.zip", f"root{elsewhere}/model.pt"}
     moved |= {"data/4"} if how == "trains" else complete
     assert all((study / "aside" / name).exists() for name in moved)
-    kept = {str(Path(path).relative_to(mine)) for path in remembered(study / "made.json")}
+    kept = {str(Path(path).relative_to(mine)) for path in load_kept(study / "made.json")}
     assert {"data", "unpacked", "cache", "labels.cache"} <= kept if how == "trains" else not kept
 
 
@@ -322,9 +322,9 @@ def test_a_script_that_writes_where_it_is_runs_in_a_folder_of_its_own(
     given = tmp_path_factory.mktemp("given")
     (mine / "log").write_text("the user's")
     text = "open('log', 'a').write('x'); print('went on')"
-    assert train(text).heard.first(Refused) is not None
+    assert train(text).events.first(Refused) is not None
     ran = run_command(["bash", "-c", f"cd {given} && {sys.executable} {mine}/train.py"], output=given / "agent")
-    assert "went on" in ran.seen.printed
+    assert "went on" in ran.state.printed
     assert ran.kept == ()
     assert (mine / "log").read_text() == "the user's"
 
@@ -352,6 +352,6 @@ def test_code_and_settings_that_are_read_are_noted(mine: Path, train: Callable[.
     for _ in range(2):  # the second time from byte code
         (mine / "mine.json").unlink(missing_ok=True)
         ran = train(READING)
-        assert ran.heard.first(Refused) is None
+        assert ran.events.first(Refused) is None
         named = {str(Path(path).relative_to(mine)) for path in ran.opened}
-        assert named - {"mine.json"} == expected, ran.seen.printed
+        assert named - {"mine.json"} == expected, ran.state.printed

@@ -79,20 +79,20 @@ def test_transformers(tmp_path: Path) -> None:
     assert any("checkpoint-4/model" in path for path in before)
 
     ran = run_command([sys.executable, "train.py", "1000", "500"])
-    assert ran.ending == "measured", ran.ending
+    assert ran.verdict == "measured", ran.verdict
     assert ran.kept == ()
     assert snapshot(tmp_path) == before
 
     ran = run_command([sys.executable, "train.py", "1000", "4"])
-    assert isinstance(ran.ending, Failure)
-    assert "out/checkpoint-4" in ran.ending.message
-    assert "{trial_dir}" in (ran.ending.details or "")
-    assert f"{script}:" in ran.ending.message
+    assert isinstance(ran.verdict, Failure)
+    assert "out/checkpoint-4" in ran.verdict.message
+    assert "{trial_dir}" in (ran.verdict.details or "")
+    assert f"{script}:" in ran.verdict.message
     assert snapshot(tmp_path) == before
 
     ran = run_command([sys.executable, "train.py", "1000", "500", "--push"])
-    assert isinstance(ran.ending, Failure)
-    assert "me/model" in ran.ending.message
+    assert isinstance(ran.verdict, Failure)
+    assert "me/model" in ran.verdict.message
 
 
 def test_lightning(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -104,7 +104,7 @@ def test_lightning(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     assert any(path.endswith(".ckpt") for path in before)
 
     ran = run_command([sys.executable, "train.py", "1000"], aside=aside)
-    assert ran.ending == "measured", ran.ending
+    assert ran.verdict == "measured", ran.verdict
     assert snapshot(tmp_path) == before
     moved = snapshot(aside)
     assert any(path.startswith("lightning_logs/version_1/") for path in moved)

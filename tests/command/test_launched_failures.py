@@ -15,7 +15,7 @@ from forked_programs import forked_programs
 from forked_python import ForkServer
 from running_commands import run_command
 
-from autotune_amp.command.measure import slowest
+from autotune_amp.command.measure import slowest_rank
 from autotune_amp.command.running import CompletedRun
 from autotune_amp.core.outcome import Failure
 
@@ -57,8 +57,8 @@ def ran(command: list[str], **how: Any) -> CompletedRun:
 
 
 def failure(found: CompletedRun) -> Failure:
-    assert isinstance(found.ending, Failure)
-    return found.ending
+    assert isinstance(found.verdict, Failure)
+    return found.verdict
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def test_fsdp_is_heard_whole_with_values_set_from_outside_too(tmp_path: Path) ->
     script.write_text(RANKS.format(number=-1, fault="pass"))
     for agent in ({}, {"outside": {"precision": "bf16", "batch_size": 4}}):
         found = ran([*TORCHRUN, str(script), "fsdp"], agent=agent)
-        assert found.ending == "measured"
-        assert [len(rank.pace) for rank in found.heard.ranks.values()] == [32 if agent else 16] * 2
-        assert slowest(found.heard) is not None
+        assert found.verdict == "measured"
+        assert [len(rank.primary_steps) for rank in found.events.ranks.values()] == [32 if agent else 16] * 2
+        assert slowest_rank(found.events) is not None
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_nothing_is_rated_before_every_rank_was_heard(order: list[int]) -> None:
         heard.add(said.optimizer(rank, rank, 3))
         for number in range(1, 9):
             heard.add(said.step(rank, number, num_samples={}, forwards=(("Net", 4, "float32"),)))
-        assert heard.is_whole is (position == 2)
+        assert heard.has_all_ranks is (position == 2)
     assert heard.num_steps == 8
     assert heard.samples_per_second() == pytest.approx(3 * 4 / said.STEP_SECONDS), "of what entered the modules"
 
@@ -126,10 +126,10 @@ def test_ranks_that_wait_are_not_those_that_hang() -> None:
     waits = ("train.py", "/x/torch/distributed/distributed_c10d.py")
     for pid, at in ((100, waits), (101, ("train.py", "/x/torch/utils/data/dataloader.py")), (102, waits)):
         heard.add(Stack(pid=pid, time=0.0, text="", at=at))
-    assert heard.silent == [101]
+    assert heard.silent_pids == [101]
     heard.add(said.step(100, 6))
     heard.add(said.step(101, 6))
-    assert heard.silent == [102], "behind the others, wherever it is"
+    assert heard.silent_pids == [102], "behind the others, wherever it is"
 
 
 def test_a_rank_is_known_before_its_first_step_and_what_it_starts_is_none() -> None:
@@ -142,4 +142,4 @@ def test_a_rank_is_known_before_its_first_step_and_what_it_starts_is_none() -> N
     heard.add(said.closed(30))
     heard.add(said.closed(21))
     heard.add(said.closed(20))
-    assert heard.lost == [21, 20]
+    assert heard.lost_pids == [21, 20]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune_amp.command.leftovers import leftover_notes, named, remember, remembered, set_aside, write
+from autotune_amp.command.leftovers import leftover_notes, load_kept, save_kept, set_aside, shortened_list, write_kept
 from autotune_amp.core.errors import FormatError
 
 
@@ -109,7 +109,7 @@ def test_what_cannot_be_moved_stays_and_is_known(here: Path, tmp_path: Path) -> 
     (said,) = leftover_notes(here / "aside", (), (model,))
     assert "model.pt, which could not be moved" in said
     assert set_aside(noted, None, math.inf) == ((model,), ())
-    write(noted, [str(here / "model.pt")])
+    write_kept(noted, [str(here / "model.pt")])
     assert noted.read_bytes() == os.fsencode(f"+{here / 'model.pt'}\0")
 
 
@@ -125,10 +125,10 @@ def test_a_folder_that_others_made_in_one_of_the_run_s_stays(here: Path, tmp_pat
 
 def test_many_of_one_folder_are_counted() -> None:
     many = [f"/home/me/logs/version_{number}" for number in range(12)]
-    assert named([*many, "/home/me/model.pt"]) == "/home/me/model.pt, 12 in /home/me/logs"
-    assert named(many[:3]) == ", ".join(many[:3])
-    assert named([f"{number}/model.pt" for number in range(9)]).endswith(" and 4 more")
-    assert named([]) == ""
+    assert shortened_list([*many, "/home/me/model.pt"]) == "/home/me/model.pt, 12 in /home/me/logs"
+    assert shortened_list(many[:3]) == ", ".join(many[:3])
+    assert shortened_list([f"{number}/model.pt" for number in range(9)]).endswith(" and 4 more")
+    assert shortened_list([]) == ""
 
 
 def test_what_was_made_is_known_again_until_somebody_else_changes_it(tmp_path: Path) -> None:
@@ -137,19 +137,19 @@ def test_what_was_made_is_known_again_until_somebody_else_changes_it(tmp_path: P
     (folder / "inner" / "a").write_text("ours")
     others.mkdir()
     (others / "b").write_text("ours")
-    remember(tmp_path / "made.json", [str(folder), str(others)])
-    assert {str(folder), str(others)} <= set(remembered(tmp_path / "made.json"))
+    save_kept(tmp_path / "made.json", [str(folder), str(others)])
+    assert {str(folder), str(others)} <= set(load_kept(tmp_path / "made.json"))
     (others / "b").unlink()
     (others / "c").write_text("the user's own")
-    known = remembered(tmp_path / "made.json")
+    known = load_kept(tmp_path / "made.json")
     assert str(folder) in known
     assert not {str(others), str(others / "b"), str(others / "c")} & set(known)
     os.utime(folder / "inner" / "a", ns=(1, 1))
-    assert remembered(tmp_path / "made.json") == ()
+    assert load_kept(tmp_path / "made.json") == ()
 
 
 def test_nothing_is_known_where_nothing_was_remembered(tmp_path: Path) -> None:
-    assert remembered(tmp_path / "made.json") == ()
+    assert load_kept(tmp_path / "made.json") == ()
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b"3", b'{"a": "b"}', None])
@@ -157,5 +157,5 @@ def test_a_damaged_list_of_what_was_made_is_one_error(tmp_path: Path, content: b
     path = tmp_path / "made.json"
     os.mkfifo(path) if content is None else path.write_bytes(content)
     with pytest.raises(FormatError, match=r"made\.json is damaged"):
-        remembered(path)
-    assert remembered(tmp_path / "missing") == ()
+        load_kept(path)
+    assert load_kept(tmp_path / "missing") == ()

@@ -19,9 +19,9 @@ def test_a_line_that_cannot_be_read_is_said_and_the_others_are_heard(tmp_path: P
             with socket.socket(socket.AF_UNIX) as speaker:
                 speaker.connect(str(tmp_path / "socket"))
                 speaker.sendall(line + b"\n")
-            heard = listener.heard.get(timeout=20)
+            heard = listener.messages.get(timeout=20)
             assert isinstance(heard, Error)
             assert heard.types == ("MessageError",)
-            assert isinstance(listener.heard.get(timeout=20), ConnectionClosed)
+            assert isinstance(listener.messages.get(timeout=20), ConnectionClosed)
     finally:
         listener.close()

@@ -60,7 +60,7 @@ def sizes(rank: Rank) -> set[float]:
 
 
 def losses(rank: Rank) -> list[float]:
-    return [float(loss) for step in rank.pace for loss in step.losses]
+    return [float(loss) for step in rank.primary_steps for loss in step.losses]
 
 
 def the(name: str, rank: Rank) -> Set:

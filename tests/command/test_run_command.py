@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from forked_python import ForkServer
 
-from autotune_amp.command.run import to_start
+from autotune_amp.command.run import command_to_start
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.core.errors import InvalidRequestError
@@ -202,16 +202,16 @@ def test_what_the_command_says_itself_is_not_set_from_outside() -> None:
     path = Path("study/recommendation.json")
     line = CommandTemplate.of("python train.py --bs {batch_size=8}")
     found = recommendation(line=line)
-    assert to_start(["python", "train.py", "--bs", "{batch_size}"], found, path) == (
+    assert command_to_start(["python", "train.py", "--bs", "{batch_size}"], found, path) == (
         ("python", "train.py", "--bs", "16"),
         {"precision": "bf16"},
     )
     words = recommendation(
         line=CommandTemplate.of("python train.py {precision=32-true}", values={"bf16": "bf16-mixed", "fp32": "32-true"})
     )
-    assert to_start(["python", "train.py", "{precision=32-true}"], words, path)[0][-1] == "bf16-mixed"
-    assert to_start(["python", "train.py", "--bs", "16"], found, path)[1] == {"precision": "bf16"}
-    plain, outside = to_start(["python", "train.py"], found, path)
+    assert command_to_start(["python", "train.py", "{precision=32-true}"], words, path)[0][-1] == "bf16-mixed"
+    assert command_to_start(["python", "train.py", "--bs", "16"], found, path)[1] == {"precision": "bf16"}
+    plain, outside = command_to_start(["python", "train.py"], found, path)
     assert (plain, outside) == (("python", "train.py"), {"precision": "bf16", "batch_size": 16})
     with pytest.raises(InvalidRequestError, match="trial_dir"):
-        to_start(["python", "train.py", "{trial_dir}"], found, path)
+        command_to_start(["python", "train.py", "{trial_dir}"], found, path)

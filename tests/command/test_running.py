@@ -116,7 +116,7 @@ class Clinging:
 def test_nothing_is_left_of_what_clings(tmp_path: Path, command: list[str]) -> None:
     clinging = Clinging(tmp_path)
     ran = run_command(command, is_enough=lambda _: clinging.is_up)
-    assert ran.ending == "measured"
+    assert ran.verdict == "measured"
     assert lasting(clinging.left) == []
 
 
@@ -232,7 +232,7 @@ def test_nothing_is_left_of_ranks_and_loader_workers(tmp_path: Path, context: st
         return heard.num_steps >= 8
 
     ran = run_command([*TORCHRUN, "train.py"], is_enough=is_enough)
-    assert ran.ending == "measured", ran.seen.printed
+    assert ran.verdict == "measured", ran.state.printed
     assert len(pids) >= 7, "a launcher, two ranks, two workers of each"
     assert not any(map(psutil.pid_exists, pids))
     assert not lasting(lambda: sorted(shared_memory().keys() - shared))
@@ -244,7 +244,7 @@ def test_nothing_is_left_of_ranks_and_loader_workers(tmp_path: Path, context: st
 def test_a_python_that_is_not_guarded_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdict, "UNOBSERVED_SECONDS", 0.5)
     (tmp_path / "train.py").write_text("import time; time.sleep(1000)\n")
-    ending = run_command([sys.executable, "-E", "train.py"], deadlines=Deadlines()).ending
+    ending = run_command([sys.executable, "-E", "train.py"], deadlines=Deadlines()).verdict
     assert isinstance(ending, Failure)
     assert ending.kind == "workload_error"
     assert "-E" in ending.message
@@ -261,9 +261,9 @@ def test_a_signal_that_was_dropped_ends_the_wait_for_it(tmp_path: Path, monkeypa
 def test_it_trains_and_tells(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP.format(before="", context="fork"))
     ran = run_command([sys.executable, "train.py"])
-    assert ran.ending == "measured"
-    assert ran.heard.num_steps >= 8
-    assert ran.seen.status is None
+    assert ran.verdict == "measured"
+    assert ran.events.num_steps >= 8
+    assert ran.state.status is None
 
 
 @pytest.mark.parametrize("temporary", ["short", "a" * 90])
@@ -279,8 +279,8 @@ def test_where_temporary_files_are_far_down_its_sockets_still_open(
     )
     with forked_programs(fork_server):
         ran = run_command([sys.executable, "train.py"])
-    assert ran.heard.of(Torch)
-    assert "went" in ran.seen.printed
+    assert ran.events.of(Torch)
+    assert "went" in ran.state.printed
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_how_it_failed_and_what_to_do(
 ) -> None:
     (tmp_path / "train.py").write_text(script + "\n")
     with forked_programs(fork_server):
-        ending = run_command([sys.executable, "train.py"]).ending
+        ending = run_command([sys.executable, "train.py"]).verdict
     assert isinstance(ending, Failure)
     assert ending.kind == kind
     assert all(word in f"{ending.message}\n{ending.details}" for word in said), ending

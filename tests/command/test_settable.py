@@ -199,7 +199,7 @@ def test_loader_workers_that_were_not_started() -> None:
     asked = Setting(precision="fp32", batch_size=8, num_workers=2)
     found = deviation(CommandTemplate.of("t {num_workers=0}"), asked, seen())
     assert found is not None
-    assert "0 workers, where 2" in found.message
+    assert "0 workers, but 2" in found.message
 
 
 def test_a_batch_of_one_is_doubled() -> None:

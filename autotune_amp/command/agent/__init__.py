@@ -15,14 +15,15 @@ from typing import Any
 
 
 def arm(settings_text: str) -> None:
-    """Start the agent in this process: send a hello and guard files at once, and install the rest when torch is
+    """Start the agent in this process: send `Hello` and guard existing files now, observe the training once torch is
     imported.
 
     `settings_text` is a JSON object. ``socket``: path of the parent's socket; ``folder``: the trial's own folder;
-    ``guard``: what may be changed (see `guard.arm`), if files are guarded; ``observes``: false if nothing is to be
-    patched for observing; ``frozen``: given if no step is to be taken; ``outside``: values to be set from outside;
-    ``seed``; ``overlay``: files that are run with the text of other files; ``sites``: whether to report the calls of
-    the user's code. Without a socket this is the real training run: see `real`.
+    ``guard``: arguments of `guard.arm`, if existing files are guarded; ``observes``: false to patch nothing for
+    observing; ``frozen``: settings of `frozen.GradientRecorder`, which replaces optimizer steps; ``outside``: values to
+    set without a placeholder; ``seed``: of the random number generators; ``overlay``: edited copies to run in place of
+    files; ``sites``: whether to report the calls in the user's code that made training objects. Without a socket this
+    is the real training run: see `real`.
     """
     from .channel import Channel
     from .imports import after_import
@@ -30,12 +31,12 @@ def arm(settings_text: str) -> None:
     settings: dict[str, Any] = json.loads(settings_text)
     if "socket" not in settings:
 
-        def set_from_outside(_: Any) -> None:
+        def install_settings(_: Any) -> None:
             from . import real
 
             real.install(settings)
 
-        after_import("torch", set_from_outside)
+        after_import("torch", install_settings)
         return
     channel = Channel(settings["socket"])
     channel.send("hello", parent_pid=os.getppid(), python=".".join(map(str, sys.version_info[:3])))
@@ -49,9 +50,9 @@ def arm(settings_text: str) -> None:
 
         overlay.arm(settings["overlay"])
 
-    def with_torch(_: Any) -> None:
+    def install_observer(_: Any) -> None:
         from . import observer
 
         observer.install(channel, settings)
 
-    after_import("torch", channel.shield(with_torch))
+    after_import("torch", channel.shield(install_observer))

@@ -1,4 +1,4 @@
-"""Counts of batches that DataLoaders hand out: samples by loader, and the time spent waiting for them."""
+"""Observer of DataLoaders: counts the samples and batches that they yield, and the seconds spent waiting for them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.utils.data import dataloader
 from . import where
 from .channel import Channel
 
-MAX_DEPTH = 4  # levels of containers in a batch
-_FETCHES_AHEAD = "accelerate.data_loader"  # its loader hands a batch on once it has fetched the next
+MAX_DEPTH = 4  # nested containers in a batch that are searched for a tensor; deeper ones are rare
+_ACCELERATE_LOADERS = "accelerate.data_loader"  # module whose loaders yield a batch only after fetching the next one
 
 
-class Loaders:
-    """Observer of the DataLoaders of this process. `num_samples` are the samples handed out, by the index of the
-    loader.
+class LoaderObserver:
+    """Observer of the DataLoaders of this process. `num_samples` is the number of samples yielded by each loader, by
+    the loader's index in the order of creation.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -27,29 +27,29 @@ class Loaders:
         self.num_batches = 0
         self.wait_seconds = 0.0
         self.overhead_seconds = 0.0
-        self.latest: Any = None  # the batch, where `keeps_latest`
+        self.latest: Any = None  # the latest batch, if `keeps_latest` is set
         self.keeps_latest = False
         self._num_loaders = 0
-        self._makers: dict[int, tuple[str, str]] = {}  # by the identity of the dataset
-        # Samples handed out and not yet in use, of loaders that are fetched from ahead.
-        self._ahead: dict[str, int] = {}
+        self._calls_by_dataset: dict[int, tuple[str, str]] = {}  # (maker, line) by id of the dataset
+        # Samples of the batch that an Accelerate loader has fetched but not yet yielded, by loader index.
+        self._num_not_yet_used: dict[str, int] = {}
 
     def watch(self) -> None:
-        """Hook into DataLoader."""
-        self._channel.after_init(dataloader.DataLoader, self._made)
+        """Patch DataLoader and its iterators to report each new loader and count the batches that it yields."""
+        self._channel.after_init(dataloader.DataLoader, self._report_loader)
         self._watch_iterating()
 
-    def _made(self, loader: Any) -> None:
+    def _report_loader(self, loader: Any) -> None:
         if "_autotune_amp_index" in loader.__dict__:
             return
         object.__setattr__(loader, "_autotune_amp_index", str(self._num_loaders))
-        if where.maker_module() == _FETCHES_AHEAD:
-            self._ahead[str(self._num_loaders)] = 0
+        if where.maker_module() == _ACCELERATE_LOADERS:
+            self._num_not_yet_used[str(self._num_loaders)] = 0
         self._num_loaders += 1
         dataset = id(loader.dataset)
-        if dataset not in self._makers or where.is_called_by_user():
-            self._makers[dataset] = where.maker(), where.user_line()
-        maker, line = self._makers[dataset]  # Accelerate makes another loader from the user's
+        if dataset not in self._calls_by_dataset or where.is_called_by_user():
+            self._calls_by_dataset[dataset] = where.maker(), where.user_line()
+        maker, line = self._calls_by_dataset[dataset]  # Accelerate rebuilds the user's loader: report the user's call
         self._channel.add(
             "loader",
             index=loader._autotune_amp_index,
@@ -58,15 +58,16 @@ class Loaders:
             batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor,
-            shuffles=type(_sampler(loader)).__name__ not in ("SequentialSampler", "_InfiniteConstantSampler"),
-            num_samples=_length(loader.dataset),
+            shuffles=type(_sample_sampler(loader)).__name__ not in ("SequentialSampler", "_InfiniteConstantSampler"),
+            num_samples=_num_samples(loader.dataset),
         )
 
     def _watch_iterating(self) -> None:
         base: Any = dataloader._BaseDataLoaderIter
         begin, reset, draw, fetch = base.__init__, base._reset, base._next_index, base.__next__
         shield = self._channel.shield
-        drew, handed_out, ended = shield(self._drew), shield(self._handed_out), shield(self._ended)
+        record_drawn, record_batch = shield(self._record_drawn), shield(self._record_batch)
+        record_end = shield(self._record_end)
 
         def __init__(iterator: Any, loader: Any) -> None:
             begin(iterator, loader)
@@ -74,12 +75,12 @@ class Loaders:
             iterator._autotune_amp_drawn = deque()
 
         def _reset(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            iterator._autotune_amp_drawn = deque()  # an epoch that was left early has drawn indices ahead
+            iterator._autotune_amp_drawn = deque()  # an epoch that was left early may have prefetched batches
             reset(iterator, loader, *args, **kwargs)
 
         def _next_index(iterator: Any) -> Any:
             indices = draw(iterator)
-            drew(iterator, indices)
+            record_drawn(iterator, indices)
             return indices
 
         def __next__(iterator: Any) -> Any:
@@ -87,36 +88,36 @@ class Loaders:
             try:
                 batch = fetch(iterator)
             except StopIteration:
-                ended(iterator)
+                record_end(iterator)
                 raise
-            handed_out(iterator, batch, began)
+            record_batch(iterator, batch, began)
             return batch
 
         base.__init__, base._reset, base._next_index, base.__next__ = __init__, _reset, _next_index, __next__
 
-    def _drew(self, iterator: Any, indices: Any) -> None:
+    def _record_drawn(self, iterator: Any, indices: Any) -> None:
         is_batch = isinstance(indices, (list, tuple)) and iterator._dataset_kind == dataloader._DatasetKind.Map
         iterator._autotune_amp_drawn.append(len(indices) if is_batch else None)
 
-    def _handed_out(self, iterator: Any, batch: Any, began: float) -> None:
+    def _record_batch(self, iterator: Any, batch: Any, began: float) -> None:
         fetched = time.perf_counter()
         drawn = iterator._autotune_amp_drawn
         num = drawn.popleft() if drawn else None
         num = size_of(batch) if num is None else num
-        self._use(iterator._autotune_amp_index, num or 0)
+        self._count_samples(iterator._autotune_amp_index, num or 0)
         self.num_batches += 1
         if self.keeps_latest:
             self.latest = batch
         self.wait_seconds += fetched - began
         self.overhead_seconds += time.perf_counter() - fetched
 
-    def _ended(self, iterator: Any) -> None:
-        self._use(iterator._autotune_amp_index, 0)
+    def _record_end(self, iterator: Any) -> None:
+        self._count_samples(iterator._autotune_amp_index, 0)
 
-    def _use(self, index: str, num: int) -> None:
-        """Count samples as used once they are handed out; those of a loader that fetches ahead, with its next batch."""
-        if index in self._ahead:
-            num, self._ahead[index] = self._ahead[index], num
+    def _count_samples(self, index: str, num: int) -> None:
+        """Add `num` samples to a loader's count. An Accelerate loader is one batch ahead: count its previous batch."""
+        if index in self._num_not_yet_used:
+            num, self._num_not_yet_used[index] = self._num_not_yet_used[index], num
         self.num_samples[index] = self.num_samples.get(index, 0) + num
 
 
@@ -142,15 +143,15 @@ def first_tensor(batch: Any, depth: int = 0) -> Any:
     return None
 
 
-def _sampler(loader: Any) -> Any:
-    """Return the sampler that draws the samples, inside any samplers that group them into batches."""
+def _sample_sampler(loader: Any) -> Any:
+    """Return the sampler that draws single samples, inside any batch samplers around it."""
     sampler = loader.batch_sampler or loader.sampler
     while hasattr(sampler, "batch_sampler") or hasattr(sampler, "sampler"):
         sampler = getattr(sampler, "batch_sampler", None) or sampler.sampler
     return sampler
 
 
-def _length(dataset: Any) -> int | None:
+def _num_samples(dataset: Any) -> int | None:
     try:
         return len(dataset)
     except Exception:  # the user's own code

@@ -1,5 +1,5 @@
-"""Connection to the parent: messages are lines of JSON on its socket. A process that listens ends when its parent is
-gone.
+"""Connection from a process of the training command to the search (its parent), which receives JSON lines on a Unix
+socket. A process that listens exits when the parent's end of the socket is closed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PARENT_GONE = 113  # exit status
-SEND_SECONDS = 0.1  # messages are collected for this long, so that training does not wait for the socket
+PARENT_GONE = 113  # exit status if the parent has ended: a number without another meaning
+SEND_SECONDS = 0.1  # interval at which a thread sends queued messages; training does not wait for the socket
 
 
 class Channel:
@@ -27,18 +27,21 @@ class Channel:
         self._path = path
         self._listens = False
         self._socket: socket.socket | None = None
-        self.now_and_then: Callable[[], Any] = lambda: None  # called by the listening thread before it sends
+        self.before_send: Callable[[], Any] = lambda: None  # called by the sending thread before it sends
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        if self._socket is not None:  # inherited at a fork: left open, it would hide the end of the other process
+        # After a fork: as long as the inherited socket is open, the parent cannot see that the forking process ended.
+        if self._socket is not None:
             self._socket.close()
         self._socket = None
         self._thread: threading.Thread | None = None
         self._is_ending = False
         self._messages: list[dict[str, Any]] = []
-        self._lock = threading.RLock()  # a file's finalizer may send a message while this thread does
+        self._lock = (
+            threading.RLock()
+        )  # reentrant: a finalizer that runs while this thread sends may send a message too
 
     def listen(self) -> None:
         """Start a thread that sends waiting messages and receives the parent's requests: ``dump`` asks for the stacks
@@ -49,7 +52,9 @@ class Channel:
             self._start_listening(self._socket)
 
     def end(self) -> None:
-        """End the thread: one that still lives while Python is torn down can crash the process."""
+        """Stop the sending thread before Python shuts down: a thread that runs during shutdown can crash the
+        process.
+        """
         self._is_ending = True
         if self._socket is not None and self._thread is not None:
             with contextlib.suppress(OSError):  # the parent is gone
@@ -57,8 +62,8 @@ class Channel:
             self._thread.join(1.0)
 
     def shield(self, action: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `action` wrapped so that it raises nothing into the user's program: its errors are sent to the
-        parent.
+        """Return `action` wrapped so that it raises nothing into the user's program: its errors are sent to
+        the parent.
         """
 
         @functools.wraps(action)
@@ -71,19 +76,21 @@ class Channel:
         return shielded
 
     def after_init(self, owner: Any, action: Callable[[Any], None]) -> None:
-        """Call `action`, shielded, with every object of the class `owner` right after it was made."""
-        original, made = owner.__init__, self.shield(action)
+        """Call `action` with every new object of the class `owner`, after its `__init__`. Errors of `action` are sent
+        to the parent (see `shield`).
+        """
+        original, report_object = owner.__init__, self.shield(action)
 
         @functools.wraps(original)
         def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
             original(self_, *args, **kwargs)
-            made(self_)
+            report_object(self_)
 
         owner.__init__ = __init__
 
     def send_error(self, error: BaseException, free_memory_share: float | None = None) -> None:
-        """Send an exception with the rank of this process."""
-        import traceback  # slow to import, in every Python that a command starts
+        """Send an `Error` message for an exception, with its traceback and the rank of this process."""
+        import traceback  # imported here, since importing it slows the start of every Python process of the command
 
         from . import where
 
@@ -97,31 +104,33 @@ class Channel:
         )
 
     def add(self, event: str, **fields: Any) -> None:
-        """Queue a message, to be sent with the next one or soon; its time is now unless `time` is given."""
+        """Queue a message, which is sent within `SEND_SECONDS` or with the next `send`. Its time is now unless `fields`
+        has `time`.
+        """
         message = {"event": event, "pid": os.getpid(), "time": time.monotonic(), **fields}
         with self._lock:
             self._messages.append(message)
 
     def send(self, event: str, **fields: Any) -> None:
-        """Send a message, and those that are queued."""
+        """Send a message and all queued messages now."""
         self.add(event, **fields)
         self.flush()
 
     def flush(self) -> None:
-        """Send the queued messages; end this process if the parent is gone."""
+        """Send the queued messages now. Exit this process with `PARENT_GONE` if the parent has closed the socket."""
         with self._lock:
             messages, self._messages = self._messages, []
             if not messages:
                 return
             try:
                 if self._socket is None:
-                    self._socket = self._connected()
+                    self._socket = self._connect()
                 lines = "".join(json.dumps(message, ensure_ascii=False, default=str) + "\n" for message in messages)
-                self._socket.sendall(lines.encode(errors="replace"))  # paths may hold bytes that are not text
+                self._socket.sendall(lines.encode(errors="replace"))  # paths may contain bytes that are not UTF-8
             except OSError:
-                os._exit(PARENT_GONE)  # no code of a trial may run on, not even its exit handlers
+                os._exit(PARENT_GONE)  # without exit handlers, which are code of the trial too
 
-    def _connected(self) -> socket.socket:
+    def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._path)
         if self._listens:
@@ -133,28 +142,28 @@ class Channel:
         self._thread.start()
 
     def _listen(self, connection: socket.socket) -> None:
-        asked = b""
+        requests = b""
         while True:
             try:
                 if not select.select([connection], [], [], SEND_SECONDS)[0]:
-                    self.now_and_then()
+                    self.before_send()
                     self.flush()
                     continue
-                heard = connection.recv(4096)
+                received = connection.recv(4096)
             except OSError:
-                heard = b""
+                received = b""
             if self._is_ending:
                 return
-            if not heard:
+            if not received:
                 os._exit(PARENT_GONE)
-            asked += heard
-            while b"\n" in asked:
-                line, _, asked = asked.partition(b"\n")
+            requests += received
+            while b"\n" in requests:
+                line, _, requests = requests.partition(b"\n")
                 if line == b"dump":
-                    self.send("stack", text=_stacks(), at=_at())
+                    self.send("stack", text=_stacks_of_other_threads(), at=_main_thread_files())
 
 
-def _stacks() -> str:
+def _stacks_of_other_threads() -> str:
     """Return the innermost frames of every thread except this one, as text."""
     import traceback
 
@@ -166,8 +175,8 @@ def _stacks() -> str:
     )[-8000:]
 
 
-def _at() -> list[str]:
-    """Return the files that the main thread is in, the innermost last."""
+def _main_thread_files() -> list[str]:
+    """Return the source files of the main thread's innermost 8 frames, the innermost last."""
     files: list[str] = []
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and len(files) < 8:

@@ -1,4 +1,4 @@
-"""Arguments of Transformers, Accelerate and Lightning: reported as they are today, and set from outside."""
+"""Hooks into Transformers, Accelerate and Lightning that report today's arguments of the training and set others."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ _TRAINING_ARGUMENTS = {
     "batch_size": "per_device_train_batch_size",
     "accumulation_steps": "gradient_accumulation_steps",
 }
-_LIGHTNING = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_LIGHTNING_PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
-class Frameworks:
-    """Hooks that set the arguments for which `outside` has values, and report the arguments that each framework in use
-    takes.
+class FrameworkHooks:
+    """Hooks that set the frameworks' arguments to the values of `hooks` (`SettingHooks`), and report as `Switch` which
+    arguments each framework in use takes.
     """
 
-    def __init__(self, outside: Any) -> None:
-        self._outside = outside
-        self._values: dict[str, Any] = outside.values
-        self._told: set[str] = set()
-        self._in_trainer: dict[str, Any] = dict(outside.values)  # values for every Trainer of Transformers
+    def __init__(self, hooks: Any) -> None:
+        self._hooks = hooks
+        self._values: dict[str, Any] = hooks.values
+        self._reported: set[str] = set()
+        self._trainer_values: dict[str, Any] = dict(hooks.values)  # `batch_size` is later removed from `_values`
         # Line and parser that made each TrainingArguments object, by the identity of the object.
         self._origins: dict[int, tuple[str, str]] = {}
 
     def install(self) -> None:
         """Hook into each framework once it is imported."""
-        after_import("transformers.training_args", self._watch_training_arguments)
-        after_import("transformers.trainer", self._set_training_arguments)
-        after_import("accelerate.accelerator", self._set_accelerator)
-        after_import("lightning.pytorch.trainer.trainer", self._set_trainer)
-        after_import("pytorch_lightning.trainer.trainer", self._set_trainer)
+        after_import("transformers.training_args", self._hook_post_init)
+        after_import("transformers.trainer", self._hook_transformers_trainer)
+        after_import("accelerate.accelerator", self._hook_accelerator)
+        after_import("lightning.pytorch.trainer.trainer", self._hook_lightning_trainer)
+        after_import("pytorch_lightning.trainer.trainer", self._hook_lightning_trainer)
 
-    def _tell_switch(
+    def _report_switch(
         self, owner: str, arguments: dict[str, str], today: dict[str, Any], parser: str = "", line: str = ""
     ) -> None:
-        if owner not in self._told:
-            self._told.add(owner)
-            self._outside.channel.add(
+        if owner not in self._reported:
+            self._reported.add(owner)
+            self._hooks.channel.add(
                 "switch",
                 owner=owner,
                 arguments=arguments,
@@ -55,16 +55,14 @@ class Frameworks:
                 line=line or where.user_line(),
             )
 
-    def _set(self, owner: Any, name: str, argument: str, what: str) -> None:
-        """Set the attribute `argument` of `owner` to the value of `name`, if there is one, and report it."""
+    def _set_attribute(self, owner: Any, name: str, argument: str, what: str) -> None:
+        """Set the attribute `argument` of `owner` to the value for the setting's field `name`, if given; report it."""
         if name in self._values:
-            self._outside.tell(name, what, getattr(owner, argument), self._values[name])
+            self._hooks.report_set(name, what, getattr(owner, argument), self._values[name])
             setattr(owner, argument, self._values[name])
 
-    def _watch_training_arguments(self, module: Any) -> None:
-        """Remember the line and parser that make each TrainingArguments; which one trains is known once a Trainer
-        receives it.
-        """
+    def _hook_post_init(self, module: Any) -> None:
+        """Remember the line and parser that create each TrainingArguments object, until a Trainer receives it."""
         owner = module.TrainingArguments
         original = owner.__post_init__
 
@@ -75,87 +73,88 @@ class Frameworks:
 
         owner.__post_init__ = __post_init__
 
-    def _set_training_arguments(self, module: Any) -> None:
-        """Set the TrainingArguments that a Trainer receives; others stay, such as defaults that a library compares
-        with.
+    def _hook_transformers_trainer(self, module: Any) -> None:
+        """Set the TrainingArguments that a Trainer receives. Others are unchanged, since libraries compare with
+        defaults.
         """
         owner, kind = module.Trainer, module.TrainingArguments
         original = owner.__init__
 
         @functools.wraps(original)
         def __init__(trainer: Any, *args: Any, **kwargs: Any) -> None:
-            given = next((each for each in (*args, *kwargs.values()) if isinstance(each, kind)), None)
-            if given is None:
-                given = kind("tmp_trainer")  # as Trainer itself does
+            arguments = next((each for each in (*args, *kwargs.values()) if isinstance(each, kind)), None)
+            if arguments is None:
+                arguments = kind("tmp_trainer")  # as Trainer itself does
                 if len(args) > 1:
-                    args = (args[0], given, *args[2:])
+                    args = (args[0], arguments, *args[2:])
                 else:
-                    kwargs["args"] = given
-            self._tell_training_arguments(given)
-            with _environment("ACCELERATE_MIXED_PRECISION"):  # set by Transformers 4
-                if self._in_trainer:
-                    self._change_training_arguments(given, kind)
+                    kwargs["args"] = arguments
+            self._report_training_arguments(arguments)
+            with _environment("ACCELERATE_MIXED_PRECISION"):  # Transformers 4 sets it
+                if self._trainer_values:
+                    self._change_training_arguments(arguments, kind)
                 original(trainer, *args, **kwargs)
 
         owner.__init__ = __init__
 
-    def _tell_training_arguments(self, arguments: Any) -> None:
+    def _report_training_arguments(self, arguments: Any) -> None:
         line, parser = self._origins.get(id(arguments), ("", ""))
         today = {name: getattr(arguments, argument) for name, argument in _TRAINING_ARGUMENTS.items()}
         today["precision"] = _precision_of(arguments)
-        self._tell_switch("TrainingArguments", {**_TRAINING_ARGUMENTS, "precision": "bf16"}, today, parser, line)
+        self._report_switch("TrainingArguments", {**_TRAINING_ARGUMENTS, "precision": "bf16"}, today, parser, line)
 
     def _change_training_arguments(self, arguments: Any, kind: Any) -> None:
-        """Set our values in TrainingArguments, and have Transformers derive again what follows from them."""
-        values, line = self._in_trainer, self._origins.get(id(arguments), ("", ""))[0]
+        """Set the values in TrainingArguments, and call `__post_init__` again for the fields derived from them."""
+        values, line = self._trainer_values, self._origins.get(id(arguments), ("", ""))[0]
         for name, argument in _TRAINING_ARGUMENTS.items():
             if name in values:
                 was, what = getattr(arguments, argument), f"TrainingArguments' {argument}"
-                self._outside.tell(name, what, was, values[name], line)
+                self._hooks.report_set(name, what, was, values[name], line)
                 setattr(arguments, argument, values[name])
-        self._values.pop("batch_size", None)  # the Trainer's loader gets it from the arguments
+        self._values.pop("batch_size", None)  # already in the arguments, from which the Trainer makes its loader
         precision = values.get("precision")
         if precision is not None:
-            self._outside.is_in_framework = True
-            self._outside.tell("precision", "TrainingArguments", _precision_of(arguments), precision, line)
+            self._hooks.is_in_framework = True
+            self._hooks.report_set("precision", "TrainingArguments", _precision_of(arguments), precision, line)
             arguments.bf16, arguments.fp16 = precision == "bf16", precision == "fp16"
             if arguments.tf32 is not None:
                 arguments.tf32 = precision == "tf32"
             os.environ["ACCELERATE_MIXED_PRECISION"] = precision if precision in ("bf16", "fp16") else "no"
         kind.__post_init__.__wrapped__(arguments)
 
-    def _set_accelerator(self, module: Any) -> None:
+    def _hook_accelerator(self, module: Any) -> None:
         owner = module.Accelerator
         original, accumulate = owner.__init__, owner.accumulate
 
         @functools.wraps(original)
         def __init__(accelerator: Any, *args: Any, **kwargs: Any) -> None:
             if _is_called_by("transformers"):
-                original(accelerator, *args, **kwargs)  # made by Transformers' Trainer, as TrainingArguments say
+                original(accelerator, *args, **kwargs)  # Transformers' Trainer made it, from TrainingArguments
                 return
-            given, precision = kwargs.get("mixed_precision"), self._values.get("precision")
+            own_precision, precision = kwargs.get("mixed_precision"), self._values.get("precision")
             if precision is not None:
-                self._outside.is_in_framework = True
+                self._hooks.is_in_framework = True
                 kwargs["mixed_precision"] = precision if precision in ("bf16", "fp16") else "no"
             original(accelerator, *args, **kwargs)
             if precision is not None:
-                self._outside.tell("precision", "Accelerator's mixed_precision", given, precision)
-            self._set(accelerator, "accumulation_steps", "gradient_accumulation_steps", "Accelerator")
-            launched = "ACCELERATE_MIXED_PRECISION" in os.environ and given is None
+                self._hooks.report_set("precision", "Accelerator's mixed_precision", own_precision, precision)
+            self._set_attribute(accelerator, "accumulation_steps", "gradient_accumulation_steps", "Accelerator")
+            launched = "ACCELERATE_MIXED_PRECISION" in os.environ and own_precision is None
             today = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
             parser = "accelerate launch" if launched else ""
-            self._tell_switch("Accelerator", {"precision": "mixed_precision"}, {"precision": today}, parser)
+            self._report_switch("Accelerator", {"precision": "mixed_precision"}, {"precision": today}, parser)
 
         @functools.wraps(accumulate)
-        def accumulate_(accelerator: Any, *args: Any, **kwargs: Any) -> Any:  # nothing else uses the number
+        def accumulate_(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+            # Only scripts that call `accumulate` use the argument.
             steps = accelerator.gradient_accumulation_steps
             arguments = {"accumulation_steps": "gradient_accumulation_steps"}
-            self._tell_switch("Accelerator.accumulate", arguments, {"accumulation_steps": steps})
+            self._report_switch("Accelerator.accumulate", arguments, {"accumulation_steps": steps})
             return accumulate(accelerator, *args, **kwargs)
 
         owner.__init__, owner.accumulate = __init__, accumulate_
 
-    def _set_trainer(self, module: Any) -> None:
+    def _hook_lightning_trainer(self, module: Any) -> None:
         owner = module.Trainer
         original, fit = owner.__init__, owner.fit
 
@@ -164,31 +163,33 @@ class Frameworks:
             trainer.__dict__["_autotune_amp_parser"] = "LightningCLI" if _is_called_by("jsonargparse") else ""
             precision, steps = self._values.get("precision"), self._values.get("accumulation_steps")
             if precision is not None:
-                self._outside.is_in_framework = True
-                self._outside.tell("precision", "Trainer's precision", kwargs.get("precision"), precision)
-                kwargs["precision"] = _LIGHTNING[precision]
+                self._hooks.is_in_framework = True
+                self._hooks.report_set("precision", "Trainer's precision", kwargs.get("precision"), precision)
+                kwargs["precision"] = _LIGHTNING_PRECISIONS[precision]
             if steps is not None:
                 was = kwargs.get("accumulate_grad_batches", 1)
-                self._outside.tell("accumulation_steps", "Trainer's accumulate_grad_batches", was, steps)
+                self._hooks.report_set("accumulation_steps", "Trainer's accumulate_grad_batches", was, steps)
                 kwargs["accumulate_grad_batches"] = steps
             original(trainer, *args, **kwargs)
 
         @functools.wraps(fit)
         def fit_(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             today = {"accumulation_steps": trainer.accumulate_grad_batches}
-            if trainer.precision in _LIGHTNING.values():
-                today["precision"] = next(ours for ours, its in _LIGHTNING.items() if its == trainer.precision)
+            if trainer.precision in _LIGHTNING_PRECISIONS.values():
+                today["precision"] = next(
+                    name for name, value in _LIGHTNING_PRECISIONS.items() if value == trainer.precision
+                )
             arguments = {"precision": "precision", "accumulation_steps": "accumulate_grad_batches"}
             if not getattr(model, "automatic_optimization", True):
                 del arguments["accumulation_steps"], today["accumulation_steps"]
-            self._tell_switch("Trainer", arguments, today, trainer._autotune_amp_parser)
+            self._report_switch("Trainer", arguments, today, trainer._autotune_amp_parser)
             return fit(trainer, model, *args, **kwargs)
 
         owner.__init__, owner.fit = __init__, fit_
 
 
 def _precision_of(arguments: Any) -> str:
-    """Return the precision that TrainingArguments train in: their own, else that given to ``accelerate launch``."""
+    """Return the precision set in TrainingArguments, else that given to ``accelerate launch``."""
     if arguments.bf16 or arguments.fp16:
         return "bf16" if arguments.bf16 else "fp16"
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -209,13 +210,13 @@ def _environment(name: str) -> Iterator[None]:
 
 
 def _parser_of_arguments() -> str:
-    """Return ``HfArgumentParser`` if that is parsing the command line right now, else ""."""
+    """Return ``HfArgumentParser`` if it is on the call stack, parsing the command line; else ""."""
     typed = sys.argv[1:]
     for frame in where.frames():
         if frame.f_code.co_name == "parse_args_into_dataclasses":
             parsed = frame.f_locals.get("args")
-            is_typed = parsed is None or list(parsed)[max(0, len(parsed) - len(typed)) :] == typed
-            return "HfArgumentParser" if is_typed else ""
+            is_command_line = parsed is None or list(parsed)[max(0, len(parsed) - len(typed)) :] == typed
+            return "HfArgumentParser" if is_command_line else ""
     return ""
 
 

@@ -1,7 +1,8 @@
-"""Gradients without optimizer steps: every batch meets the first weights, so that two precisions can be compared.
+"""Recorder of gradients in place of optimizer steps, to compare two precisions on the same weights and batches.
 
-A run in fp32 and one in the low precision write the same entries of the same gradients; digests of weights and batch
-prove that these are the same. Weights that the script keeps in half precision are raised to fp32 in the reference run.
+A run in fp32 and one in the low precision write the same entries of the same gradients, with digests of weights and
+batch that show these to be equal. Weights that the script keeps in half precision are converted to fp32 in the
+reference run.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from .outside import in_fp32
 _HALF = (torch.bfloat16, torch.float16)
 
 
-class Frozen:
-    """Replacement of optimizer steps. The first `num_steps` gradients are written to files in `folder`: in float32, at
-    most `max_entries` of them, at even distances in each parameter.
+class GradientRecorder:
+    """Recorder that replaces optimizer steps: weights never change, and the gradients of the first `num_steps` steps
+    are written to files in `folder`, in float32. Of more than `max_entries` entries, every n-th is written.
     """
 
     def __init__(self, channel: Channel, observer: Any, folder: str, settings: dict[str, Any]) -> None:
@@ -34,54 +35,54 @@ class Frozen:
         self._max_entries = settings["max_entries"]
         observer.loaders.keeps_latest = observer.passes.keeps_latest = True
         if settings.get("in_fp32"):
-            self._raised: dict[int, Any] = {}  # modules by id; holding them keeps the ids unique
-            observer.passes.on_outermost.append(self._raise)
-            self._raise_before_ddp()
+            self._converted: dict[int, Any] = {}  # modules by id; keeping a reference keeps each id unique
+            observer.passes.on_outermost.append(self._convert_to_fp32)
+            self._convert_before_ddp()
 
-    def _raise_before_ddp(self) -> None:
-        """Raise a module to fp32 before DistributedDataParallel makes its buckets, whose dtypes are those of the
-        parameters.
+    def _convert_before_ddp(self) -> None:
+        """Convert a module to fp32 before DistributedDataParallel wraps it, since its buckets keep the parameters'
+        dtypes.
         """
         owner: Any = torch.nn.parallel.DistributedDataParallel
-        original, raises = owner.__init__, self._channel.shield(self._raise)
+        original, convert_to_fp32 = owner.__init__, self._channel.shield(self._convert_to_fp32)
 
         @functools.wraps(original)
         def __init__(parallel: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-            raises(module)
+            convert_to_fp32(module)
             original(parallel, module, *args, **kwargs)
 
         owner.__init__ = __init__
 
-    def _raise(self, module: Any) -> None:
-        """Raise a module's weights and inputs from half precision to fp32, the weights in place."""
+    def _convert_to_fp32(self, module: Any) -> None:
+        """Convert a module's weights and inputs from half precision to fp32, the weights in place."""
         for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.dtype in _HALF and not hasattr(tensor, "to_local"):  # FSDP's tensors have a storage of their own
+            if tensor.dtype in _HALF and not hasattr(tensor, "to_local"):  # not DTensors, whose storage FSDP manages
                 tensor.data = tensor.data.float()
-        if id(module) not in self._raised:
-            self._raised[id(module)] = module
-            module.register_forward_pre_hook(lambda _, *given: in_fp32(given), with_kwargs=True)
+        if id(module) not in self._converted:
+            self._converted[id(module)] = module
+            module.register_forward_pre_hook(lambda _, *args: in_fp32(args), with_kwargs=True)
 
-    def before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Capture the gradients in place of an optimizer step; if the step has a closure, after the closure's
-        passes.
-        """
+    def record_in_place_of_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Record the gradients in place of an optimizer step; if the step has a closure, after calling the closure."""
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is None:
-            self._capture(optimizer)
+            self._record_gradients(optimizer)
             return None
 
-        def captured(*args_: Any, **kwargs_: Any) -> Any:  # Lightning runs its passes inside the step
+        # Lightning calls forward and backward in the closure.
+        def closure_then_record(*args_: Any, **kwargs_: Any) -> Any:
             loss = closure(*args_, **kwargs_)
-            self._capture(optimizer)
+            self._record_gradients(optimizer)
             return loss
 
-        return args[:1], {**kwargs, "closure": captured}
+        return args[:1], {**kwargs, "closure": closure_then_record}
 
-    def _capture(self, optimizer: Any) -> None:
+    def _record_gradients(self, optimizer: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         number = self._observer.num_steps
         found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
-        is_skipped = found_inf is not None and bool(found_inf)  # a fused optimizer is called for skipped steps too
+        # GradScaler calls a fused optimizer for skipped steps too.
+        is_skipped = found_inf is not None and bool(found_inf)
         if number < self._num_steps and not is_skipped:
             index, rank = self._observer.index_of(optimizer), where.rank()["rank"]
             path = os.path.join(self._folder, f"gradient_{rank}_{index}_{number}.float32")
@@ -101,7 +102,7 @@ class Frozen:
                 **where.rank(),
             )
         for parameter in parameters:
-            parameter.grad = None  # no optimizer moves a parameter without a gradient
+            parameter.grad = None  # optimizers leave parameters without a gradient unchanged
 
     def _has_low_weights(self, trained: list[Any]) -> bool:
         modules = (reference() for reference in self._observer.modules.values())
@@ -114,29 +115,31 @@ class Frozen:
         sizes = []
         with open(path, "wb") as file:
             for parameter in parameters:
-                entries = torch.zeros_like(_local(parameter)) if parameter.grad is None else _local(parameter.grad)
-                kept = _real(entries.detach()).flatten()[::distance].float().cpu() * factor
-                file.write(kept.numpy().tobytes())
-                sizes.append(kept.numel())
+                entries = (
+                    torch.zeros_like(_local_part(parameter)) if parameter.grad is None else _local_part(parameter.grad)
+                )
+                sampled = _dense_real(entries.detach()).flatten()[::distance].float().cpu() * factor
+                file.write(sampled.numpy().tobytes())
+                sizes.append(sampled.numel())
         return sizes
 
 
-def _local(tensor: Any) -> Any:
+def _local_part(tensor: Any) -> Any:
     """Return this rank's part of a tensor that is distributed over ranks; other tensors as they are."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _real(tensor: Any) -> Any:
-    """Return the entries of any tensor, dense and as real numbers."""
+def _dense_real(tensor: Any) -> Any:
+    """Return a tensor as dense and real: sparse made dense, complex numbers as pairs."""
     dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
     return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
 
 
 def _digest(tensors: list[Any]) -> str:
-    """Return a digest of the tensors' entries that is the same in half precision and raised to fp32."""
-    found = hashlib.blake2b(digest_size=16)
+    """Return a digest of the tensors' entries; equal for a half-precision tensor and its conversion to fp32."""
+    digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        entries = _real(_local(tensor.detach()))
+        entries = _dense_real(_local_part(tensor.detach()))
         entries = (entries.float() if entries.dtype in _HALF else entries).cpu().contiguous().flatten()
-        found.update(entries.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(entries.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

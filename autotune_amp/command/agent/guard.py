@@ -1,16 +1,16 @@
 """Guard of existing files: the process ends before a trial overwrites, appends to, moves or removes a file that was
-there before, or uploads anything, and reports the line that was about to do so.
+there before, or uploads anything; the message names the line of the user's code.
 
 *Checked:* files that Python itself opens for writing, renames, removes or truncates (audit events: ``open``, shutil,
-logging, numpy and pandas all raise them); a file opened for update (``r+``) once it is written to or its descriptor is
-taken; statements that change an SQLite database; files that torch, torch.jit and safetensors write in native code;
-creating a repository of the Hugging Face Hub or committing to one.
+logging, numpy and pandas all raise them); a file opened for update (``r+``) at its first write or when its descriptor
+is requested; statements that change an SQLite database; files that torch, torch.jit and safetensors write in native
+code; creating a repository of the Hugging Face Hub or committing to one.
 
-*Free:* the trial's own folders; files that the same run has made, which all its processes list in one file, and the
-data that earlier runs made; devices, pipes, byte code, empty lock files; the caches in `_CACHES`, which libraries fill
-and repair by themselves. Data that were downloaded or prepared are listed apart from other new files: see `_is_data`.
+*Allowed:* the trial's own folders; files that the same run has created, which all its processes record in one list, and
+the data that earlier runs created; devices, pipes, byte code, empty lock files; the caches in `_CACHE_FOLDERS`, which
+libraries fill and repair themselves. Data that the run downloads or prepares are marked in the list: see `_is_data`.
 
-*Not visible here:* writing by programs other than Python (``rm``, ``tee``, a shell's ``>``), by a Python that ignores
+*Not checked:* writing by programs other than Python (``rm``, ``tee``, a shell's ``>``), by a Python that ignores
 PYTHONPATH, by other native writers (HDF5, Arrow, OpenCV), and os.open with a ``dir_fd``.
 """
 
@@ -33,12 +33,12 @@ from . import where
 from .channel import Channel
 from .imports import after_import
 
-REFUSED = 114  # exit status
-_SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - no folder of devices
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_TRUNC
-_NEW = os.O_CREAT | os.O_EXCL  # fails if the file exists
-# Folders of caches: the variable that names each, and its default.
-_CACHES = {
+REFUSED = 114  # exit status after a refused change: a number without another meaning
+_SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - not a device: it holds files
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_TRUNC
+_EXCLUSIVE = os.O_CREAT | os.O_EXCL  # open() then fails if the file exists
+# Cache folders: the environment variable that sets each, and its default.
+_CACHE_FOLDERS = {
     "XDG_CACHE_HOME": "~/.cache",
     "HF_HOME": "",
     "HF_HUB_CACHE": "",
@@ -54,6 +54,7 @@ _CACHES = {
     "MPLCONFIGDIR": "~/.config/matplotlib",
     "": "~/Library/Caches",
 }
+# Classes, modules and standard-library functions that write downloaded or prepared data: see `_is_data`.
 _DATA_CLASSES = frozenset({"Dataset", "IterableDataset", "LightningDataModule"})
 _DATA_MODULES = (
     "datasets",
@@ -69,134 +70,138 @@ _DATA_MODULES = (
     "torchvision.datasets",
     "wget",
 )
-_DATA_FUNCTIONS = frozenset({"extract", "extractall", "unpack_archive", "urlretrieve"})  # of the standard library
+_DATA_FUNCTIONS = frozenset({"extract", "extractall", "unpack_archive", "urlretrieve"})
 _CACHE_NAME = re.compile(r"\.?caches?|.+[._-]cache", re.IGNORECASE)
-_STANDARD = os.path.dirname(os.__file__) + os.sep
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 # Actions of SQLite's authorizer that change a database: insert, delete, update, create, drop.
 _SQL_CHANGES = frozenset({*range(1, 19), 23, 26, 29, 30})
-
-
-# Files of code and settings: a cached answer holds for those that a training run reads.
-_SOURCES = (".py", ".pyc", ".sh", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini")
+# Suffixes of code and settings. A search result is reused from the cache while the files of these kinds that the
+# training read are unchanged.
+_SOURCE_SUFFIXES = (".py", ".pyc", ".sh", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini")
 
 
 def arm(channel: Channel, free: list[str], made: str, opened: str) -> None:
-    """Guard this process from here on.
+    """Guard this process from now on.
 
-    Files may be changed in the folders `free` and if they are named in the file `made`. Every path that is made
-    elsewhere is added to `made`: as `+path` if it is data, else as `-path`. Code and settings of the user that are read
-    are added to the file `opened`.
+    Files may be changed in the folders `free`, or if they are listed in the file `made`. Every path that the process
+    creates elsewhere is appended to `made`: as `+path` if it is data, else as `-path`. Every file of the user's code
+    and settings that is read is appended to the file `opened`.
     """
     guard = _Guard(channel, free, made, opened)
-    guard.watch_updating()
-    sys.addaudithook(guard.hear)
-    after_import("torch", channel.shield(guard.watch_torch))
-    after_import("safetensors", channel.shield(guard.watch_safetensors))
-    after_import("huggingface_hub.hf_api", channel.shield(guard.watch_hub))
-    after_import("sqlite3.dbapi2", channel.shield(guard.watch_sqlite))
+    guard.hook_open()
+    sys.addaudithook(guard.check_event)
+    after_import("torch", channel.shield(guard.hook_torch))
+    after_import("safetensors", channel.shield(guard.hook_safetensors))
+    after_import("huggingface_hub.hf_api", channel.shield(guard.hook_hub))
+    after_import("sqlite3.dbapi2", channel.shield(guard.hook_sqlite))
 
 
 class _Guard:
+    """Checks of the file accesses of this process, and the hooks that call them; see the module's docstring."""
+
     def __init__(self, channel: Channel, free: list[str], made: str, opened: str) -> None:
         self._channel = channel
-        self._opened = os.path.realpath(opened)
-        self._read: set[str] = set()
-        self._made = os.path.realpath(made)
-        caches = (os.environ.get(name) or os.path.expanduser(usual) for name, usual in _CACHES.items())
-        self._here = os.path.realpath(os.getcwd())
+        self._read_list = os.path.realpath(opened)
+        self._read_names: set[str] = set()
+        self._created_list = os.path.realpath(made)
+        caches = (os.environ.get(name) or os.path.expanduser(usual) for name, usual in _CACHE_FOLDERS.items())
+        self._working_folder = os.path.realpath(os.getcwd())
         folders = ["/dev", "/proc", *free, *filter(os.path.isabs, (*caches, sys.pycache_prefix or ""))]
         self._free = tuple(os.path.realpath(folder) + os.sep for folder in folders)
-        self._own: dict[str, bool] = {}  # paths that the run made, and whether each holds data
+        self._is_data_by_path: dict[str, bool] = {}  # paths that the run created, and whether each holds data
         self._opening = threading.local()  # `is_deferred` while opening a file that is checked at its first write
-        self._asked: dict[str, Any] = {
-            "open": self._opens,
-            "cpython.run_file": self._reads,
-            "os.truncate": lambda path, _: self.changes("os.truncate", _followed(path)),
-            "os.remove": lambda path, folder=-1: self.removes("os.remove", _named(path, folder)),
-            "os.rmdir": lambda path, folder=-1: self.removes("os.rmdir", _named(path, folder)),
-            "shutil.rmtree": lambda path, *_: self.removes("shutil.rmtree", _named(path)),
-            "os.rename": self._renames,
-            "os.mkdir": lambda path, _, folder=-1: self._makes(_named(path, folder), is_folder=True),
-            "os.link": lambda _, path, __=-1, folder=-1: self._makes(_named(path, folder)),
-            "os.symlink": lambda _, path, folder=-1: self._makes(_named(path, folder)),
+        self._checks: dict[str, Any] = {
+            "open": self._check_open,
+            "cpython.run_file": self._record_read,
+            "os.truncate": lambda path, _: self.check_write("os.truncate", _real_path(path)),
+            "os.remove": lambda path, folder=-1: self.check_removal("os.remove", _path_of_link(path, folder)),
+            "os.rmdir": lambda path, folder=-1: self.check_removal("os.rmdir", _path_of_link(path, folder)),
+            "shutil.rmtree": lambda path, *_: self.check_removal("shutil.rmtree", _path_of_link(path)),
+            "os.rename": self._check_rename,
+            "os.mkdir": lambda path, _, folder=-1: self._record_created(_path_of_link(path, folder), is_folder=True),
+            "os.link": lambda _, path, __=-1, folder=-1: self._record_created(_path_of_link(path, folder)),
+            "os.symlink": lambda _, path, folder=-1: self._record_created(_path_of_link(path, folder)),
         }
 
-    def hear(self, event: str, arguments: Any) -> None:
-        """Check an audit event: called before every action of Python that raises one."""
-        asked = self._asked.get(event)
-        if asked is None:
+    def check_event(self, event: str, arguments: Any) -> None:
+        """Check an audit event, before Python performs its action."""
+        check = self._checks.get(event)
+        if check is None:
             return
-        with suppress(Exception):  # an open file or an impossible name is left to Python
-            asked(*arguments)
+        with suppress(Exception):  # e.g. a file descriptor or an invalid path: Python raises its own error
+            check(*arguments)
 
-    def changes(self, what: str, path: str) -> None:
-        """Check a file that is about to be written to: note it if it is new, end the process if it was there before."""
+    def check_write(self, what: str, path: str) -> None:
+        """Check a file before it is written to: record it if it is new, end the process if it existed before."""
         try:
             status = os.stat(path)
         except OSError:
-            self._makes(path)
+            self._record_created(path)
             return
         if stat.S_ISREG(status.st_mode) and not (path.endswith(".lock") and status.st_size == 0):
-            self._refuse_unless_own(what, path)
+            self._refuse_unless_allowed(what, path)
 
-    def removes(self, what: str, path: str) -> None:
-        """End the process if a file or folder that is about to be removed was there before."""
+    def check_removal(self, what: str, path: str) -> None:
+        """Check a path before it is removed: end the process if it existed before the run."""
         if os.path.lexists(path):
-            self._refuse_unless_own(what, path)
+            self._refuse_unless_allowed(what, path)
 
-    def _opens(self, path: Any, _: Any, flags: int) -> None:
+    def _check_open(self, path: Any, _: Any, flags: int) -> None:
         if getattr(self._opening, "is_deferred", False):
             return
-        if flags & _NEW == _NEW:
-            self._makes(_followed(path))
-        elif flags & _WRITING:
-            self.changes("open", _followed(path))
+        if flags & _EXCLUSIVE == _EXCLUSIVE:
+            self._record_created(_real_path(path))
+        elif flags & _WRITE_FLAGS:
+            self.check_write("open", _real_path(path))
         else:
-            self._reads(path)
+            self._record_read(path)
 
-    def _reads(self, path: Any) -> None:
-        """Note a file that is read, byte code as the source that it was compiled from."""
+    def _record_read(self, path: Any) -> None:
+        """Record a file of code or settings that is read; for byte code, its source file."""
         name = os.fsdecode(path)
-        if name in self._read or not name.endswith(_SOURCES):
+        if name in self._read_names or not name.endswith(_SOURCE_SUFFIXES):
             return
-        self._read.add(name)
-        source = _followed(source_from_cache(name) if name.endswith(".pyc") else name)
-        if not where.is_library(source) and not self._is_own(source) and os.path.isfile(source):
-            _note(self._opened, source)
+        self._read_names.add(name)
+        source = _real_path(source_from_cache(name) if name.endswith(".pyc") else name)
+        if not where.is_library(source) and not self._is_allowed(source) and os.path.isfile(source):
+            _append_to_list(self._read_list, source)
 
-    def _renames(self, path: Any, to: Any, folder: int = -1, to_folder: int = -1) -> None:
-        self.removes("os.rename", _named(path, folder))
-        target = _named(to, to_folder)
-        self.removes("os.rename", target)
-        self._makes(target)
+    def _check_rename(self, path: Any, to: Any, folder: int = -1, to_folder: int = -1) -> None:
+        self.check_removal("os.rename", _path_of_link(path, folder))
+        target = _path_of_link(to, to_folder)
+        self.check_removal("os.rename", target)
+        self._record_created(target)
 
-    def _makes(self, path: str, *, is_folder: bool = False) -> None:
-        """Note a path as the trial's own, if it does not exist yet: every folder, since others may make some beside it
-        in the same one, and files that no noted folder stands for."""
+    def _record_created(self, path: str, *, is_folder: bool = False) -> None:
+        """Record a path that does not exist yet as created by the run. Folders are always recorded, since other
+        programs may create files beside them; a file is not if a recorded folder of the same kind (data or not)
+        contains it.
+        """
         if self._is_free(path) or os.path.lexists(path):
             return
-        is_data = _is_cache(os.path.relpath(path, self._here)) or _is_data()
-        is_known = next((self._own[each] for each in _with_parents(path) if each in self._own), None) is is_data
-        if is_known and (not is_folder or path in self._own):
+        is_data = _is_cache(os.path.relpath(path, self._working_folder)) or _is_data()
+        recorded = [self._is_data_by_path[each] for each in _with_parents(path) if each in self._is_data_by_path]
+        is_recorded = recorded[:1] == [is_data]
+        if is_recorded and (not is_folder or path in self._is_data_by_path):
             return
-        self._own[path] = is_data
-        _note(self._made, path, b"+" if is_data else b"-")
+        self._is_data_by_path[path] = is_data
+        _append_to_list(self._created_list, path, b"+" if is_data else b"-")
 
     def _is_free(self, path: str) -> bool:
         is_in_folder = (path + os.sep).startswith(self._free) and not path.startswith(_SHARED_MEMORY)
-        return path in (self._made, self._opened) or is_in_folder or "__pycache__" in path.split(os.sep)
+        return path in (self._created_list, self._read_list) or is_in_folder or "__pycache__" in path.split(os.sep)
 
-    def _is_own(self, path: str) -> bool:
-        return self._is_free(path) or any(each in self._own for each in _with_parents(path))
+    def _is_allowed(self, path: str) -> bool:
+        return self._is_free(path) or any(each in self._is_data_by_path for each in _with_parents(path))
 
-    def _refuse_unless_own(self, what: str, path: str) -> None:
-        if self._is_own(path):
+    def _refuse_unless_allowed(self, what: str, path: str) -> None:
+        if self._is_allowed(path):
             return
-        if os.path.exists(self._made):  # another process may have made it
-            with open(self._made, "rb") as made:
-                entries = made.read().split(b"\0")[:-1]
-            self._own.update((os.fsdecode(entry[1:]), entry[:1] == b"+") for entry in entries)
-            if self._is_own(path):
+        if os.path.exists(self._created_list):  # another process of the run may have created it
+            with open(self._created_list, "rb") as file:
+                entries = file.read().split(b"\0")[:-1]
+            self._is_data_by_path.update((os.fsdecode(entry[1:]), entry[:1] == b"+") for entry in entries)
+            if self._is_allowed(path):
                 return
         self._refuse(what, path)
 
@@ -206,10 +211,8 @@ class _Guard:
         finally:
             os._exit(REFUSED)
 
-    def watch_updating(self) -> None:
-        """Hook into ``open`` so that a file opened for update may be read: it is checked when it is first
-        written to.
-        """
+    def hook_open(self) -> None:
+        """Patch ``open`` so that a file opened for update may be read; its first write is checked."""
         original = io.open
 
         def open_(
@@ -223,92 +226,93 @@ class _Guard:
             opener: Any = None,
         ) -> Any:
             is_text = isinstance(mode, str) and "b" not in mode
-            if not self._is_to_be_updated(file, mode) or (is_text and buffering == 0):  # error of open()
+            is_invalid = is_text and buffering == 0  # open() raises an error
+            if not self._is_existing_file_for_update(file, mode) or is_invalid:
                 return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
-            ask = functools.partial(self.changes, "open", _followed(file))
+            check = functools.partial(self.check_write, "open", _real_path(file))
             self._opening.is_deferred = True
             try:
-                raw = _AskingFile(file, "r+", closefd, opener)
+                raw = _CheckedFile(file, "r+", closefd, opener)
             finally:
                 self._opening.is_deferred = False
-            raw.ask = ask
+            raw.check = check
             if buffering == 0:
                 return raw
-            buffered = _AskingBuffer(raw, buffering if buffering > 1 else io.DEFAULT_BUFFER_SIZE)
-            buffered.ask = ask
+            buffered = _CheckedBuffer(raw, buffering if buffering > 1 else io.DEFAULT_BUFFER_SIZE)
+            buffered.check = check
             if not is_text:
                 return buffered
-            text = _AskingText(buffered, encoding, errors, newline, buffering == 1)
-            text.ask, text.mode = ask, mode
+            text = _CheckedText(buffered, encoding, errors, newline, buffering == 1)
+            text.check, text.mode = check, mode
             return text
 
-        builtins.open = io.open = _Open(open_, original)
+        builtins.open = io.open = _OpenFunction(open_, original)
 
-    def _is_to_be_updated(self, file: Any, mode: Any) -> bool:
-        """Whether the file exists, is not the trial's own, and is opened to be read and written."""
+    def _is_existing_file_for_update(self, file: Any, mode: Any) -> bool:
+        """Whether an existing file that the run did not create is opened for reading and writing."""
         is_plain = isinstance(mode, str) and "+" in mode and "r" in mode and not set(mode) - set("r+bt")
         if not is_plain or not isinstance(file, (str, bytes, os.PathLike)):
             return False
-        path = _followed(file)
-        return os.path.isfile(path) and not self._is_own(path)
+        path = _real_path(file)
+        return os.path.isfile(path) and not self._is_allowed(path)
 
     # -- Native writers, which raise no audit event, are checked before they write -------------------------------------
 
-    def watch_torch(self, torch: Any) -> None:
-        """Hook into the one class by which torch.save, torch.export.save and torch.package write, and into
-        TorchScript's method.
+    def hook_torch(self, torch: Any) -> None:
+        """Hook into the class with which torch.save, torch.export.save and torch.package write, and into TorchScript's
+        save.
         """
         guard, writer, script = self, torch._C.PyTorchFileWriter, torch.jit.RecursiveScriptModule
 
         class PyTorchFileWriter(writer):  # type: ignore[misc, valid-type]
             def __init__(self, file: Any, *args: Any, **kwargs: Any) -> None:
                 if isinstance(file, (str, os.PathLike)):
-                    guard.changes("torch.save", _followed(file))
+                    guard.check_write("torch.save", _real_path(file))
                 super().__init__(file, *args, **kwargs)
 
         torch._C.PyTorchFileWriter = PyTorchFileWriter
-        _ask_before(script, "save", lambda _, file, **__: guard.changes("torch.jit.save", _followed(file)))
+        _check_before(script, "save", lambda _, file, **__: guard.check_write("torch.jit.save", _real_path(file)))
 
-    def watch_safetensors(self, safetensors: Any) -> None:
-        """Hook into the one function by which all frontends of safetensors write."""
-        _ask_before(
+    def hook_safetensors(self, safetensors: Any) -> None:
+        """Hook into the function with which all frontends of safetensors write."""
+        _check_before(
             safetensors,
             "serialize_file",
-            lambda _, filename, *__, **___: self.changes("safetensors", _followed(filename)),
+            lambda _, filename, *__, **___: self.check_write("safetensors", _real_path(filename)),
         )
 
-    def watch_sqlite(self, sqlite: Any) -> None:
-        """Hook into ``sqlite3.connect`` so that a database may be read, and its first change is checked."""
+    def hook_sqlite(self, sqlite: Any) -> None:
+        """Hook into ``sqlite3.connect``: a database may be read, and statements that change it are checked."""
         connect = sqlite.connect
 
-        def guarded(database: Any, *args: Any, **kwargs: Any) -> Any:
+        def connect_guarded(database: Any, *args: Any, **kwargs: Any) -> Any:
             path = _database_file(database)
             if path:
-                self._makes(path)
+                self._record_created(path)
             connection = connect(database, *args, **kwargs)
-            if path and not self._is_own(path):
+            if path and not self._is_allowed(path):
 
-                def allows(action: int, _: Any, __: Any, which: Any, ___: Any) -> int:
+                def authorize(action: int, _: Any, __: Any, which: Any, ___: Any) -> int:
                     if action in _SQL_CHANGES and which == "main":
-                        self.changes("sqlite3", path)
+                        self.check_write("sqlite3", path)
                     return 0  # SQLITE_OK, as without an authorizer
 
-                connection.set_authorizer(allows)
+                connection.set_authorizer(authorize)
             return connection
 
-        sqlite.connect = guarded
+        sqlite.connect = connect_guarded
 
-    def watch_hub(self, hub: Any) -> None:
+    def hook_hub(self, hub: Any) -> None:
         """Hook into the functions that make a repository or a commit on the Hugging Face Hub, which every
         upload does.
         """
 
-        def uploads(repo_id: Any, *_: Any, **__: Any) -> None:
+        def refuse_upload(repo_id: Any, *_: Any, **__: Any) -> None:
             self._refuse("an upload", f"{hub.constants.ENDPOINT}/{repo_id}")
 
         for name in ("create_repo", "create_commit", "preupload_lfs_files"):
-            _ask_before(hub, name, uploads)
-            _ask_before(hub.HfApi, name, lambda _, *args, **kwargs: uploads(*args, **kwargs))
+            _check_before(hub, name, refuse_upload)
+            _check_before(hub.HfApi, name, lambda _, *args, **kwargs: refuse_upload(*args, **kwargs))
 
 
 def _is_cache(path: str) -> bool:
@@ -334,16 +338,16 @@ def _is_data() -> bool:
 
 
 def is_standard(path: str, folder: str) -> bool:
-    """Return whether a file of code belongs to the standard library in `folder`, which may hold site-packages too."""
+    """Whether a source file belongs to the standard library in `folder`, which may contain site-packages too."""
     return path.startswith(folder) and "site-packages" not in path and "dist-packages" not in path
 
 
-class _Open:
-    """Stand in for ``open`` and, like it, become no method where a class has it as an attribute."""
+class _OpenFunction:
+    """Replacement of ``open``. Unlike a function, it does not become a method as an attribute of a class."""
 
     def __init__(self, function: Any, original: Any) -> None:
         functools.update_wrapper(self, original)
-        self.__module__ = "io"  # where pickle finds it
+        self.__module__ = "io"  # pickle imports it from there
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -353,72 +357,70 @@ class _Open:
         return "open"
 
 
-class _Asking:
-    """Layer of a file that calls `ask` before anything is written, and before its descriptor is given to code that may
-    write.
-    """
+class _CheckedLayer:
+    """Mixin of a file object that calls `check` before a write, and before code that may write gets its descriptor."""
 
-    ask: Any = staticmethod(lambda: None)  # until the file is open
+    check: Any = staticmethod(lambda: None)  # replaced once the file is open
 
     def write(self, *args: Any) -> Any:
-        self.ask()
+        self.check()
         return super().write(*args)  # type: ignore[misc]
 
     def truncate(self, *args: Any) -> Any:
-        self.ask()
+        self.check()
         return super().truncate(*args)  # type: ignore[misc]
 
     def fileno(self) -> Any:
         caller = sys._getframe(1).f_code.co_filename
-        if caller != __file__ and (not is_standard(caller, _STANDARD) or caller.endswith("subprocess.py")):
-            self.ask()
+        if caller != __file__ and (not is_standard(caller, _STANDARD_LIBRARY) or caller.endswith("subprocess.py")):
+            self.check()
         return super().fileno()  # type: ignore[misc]
 
 
-class _AskingFile(_Asking, io.FileIO):
+class _CheckedFile(_CheckedLayer, io.FileIO):
     pass
 
 
-class _AskingBuffer(_Asking, io.BufferedRandom):
+class _CheckedBuffer(_CheckedLayer, io.BufferedRandom):
     pass
 
 
-class _AskingText(_Asking, io.TextIOWrapper):
+class _CheckedText(_CheckedLayer, io.TextIOWrapper):
     mode: Any = "r+"
 
 
-def _ask_before(owner: Any, name: str, ask: Any) -> None:
-    """Have `ask` called with the arguments of a function before the function is called."""
+def _check_before(owner: Any, name: str, check: Any) -> None:
+    """Wrap the function `name` of `owner` so that `check` is called first, with the same arguments."""
     original = getattr(owner, name, None)
     if original is None:
         return
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         with suppress(Exception):  # the function itself raises the error about its arguments
-            ask(*args, **kwargs)
+            check(*args, **kwargs)
         return original(*args, **kwargs)
 
     guarded.__wrapped__ = original  # type: ignore[attr-defined]
     setattr(owner, name, guarded)
 
 
-def _note(file: str, path: str, kind: bytes = b"") -> None:
-    """Add a path to a list file that all processes of a run add to."""
-    noted = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+def _append_to_list(file: str, path: str, kind: bytes = b"") -> None:
+    """Append a path to a list that all processes of a run share; `kind` is `+`, `-` or empty."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.write(noted, kind + os.fsencode(path) + b"\0")
+        os.write(descriptor, kind + os.fsencode(path) + b"\0")
     finally:
-        os.close(noted)
+        os.close(descriptor)
 
 
-def _followed(path: Any) -> str:
-    """Return the real path of the file that a path leads to."""
+def _real_path(path: Any) -> str:
+    """Return the absolute path with all symbolic links resolved."""
     return os.path.realpath(os.fsdecode(path))
 
 
-def _named(path: Any, folder: int = -1) -> str:
-    """Return the absolute path without following a link that it names; relative to the open folder `folder` if
-    given.
+def _path_of_link(path: Any, folder: int = -1) -> str:
+    """Return the absolute path with links resolved, except in its last part. `folder` is the descriptor of the open
+    folder to which it is relative, -1 for the working directory.
     """
     name = os.fsdecode(path).rstrip(os.sep)
     if folder is not None and folder >= 0:
@@ -428,8 +430,8 @@ def _named(path: Any, folder: int = -1) -> str:
 
 
 def _database_file(database: Any) -> str:
-    """Return the file of an argument to ``sqlite3.connect``, "" for a database in memory and for an invalid
-    argument.
+    """Return the path of the database given to ``sqlite3.connect``, "" if it is in memory or the argument is
+    invalid.
     """
     if not isinstance(database, (str, bytes, os.PathLike)):
         return ""

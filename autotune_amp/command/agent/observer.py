@@ -20,14 +20,15 @@ from . import batches, passes, where
 from .channel import Channel
 from .imports import after_import
 
-NUM_SENT_AT_ONCE = 8
-NUM_STEPS_PER_SYNC = 4  # an accelerator runs ahead of the host: steps between two synchronizations are timed together
+NUM_STEPS_SENT_AT_ONCE = 8  # first steps, whose messages do not wait for the sending thread
+# Steps that are timed together on an accelerator, since each synchronization delays training.
+NUM_STEPS_PER_SYNC = 4
 
 
 def install(channel: Channel, settings: dict[str, Any]) -> None:
-    """Observe this process, as far as `settings` ask for it; torch has just been imported."""
-    _tell_of_this_process(channel)
-    if settings.get("seed") is not None:  # a script that sets no seed must draw alike in the runs that are compared
+    """Install the hooks that `settings` ask for (see `arm`); torch has just been imported."""
+    _report_process(channel)
+    if settings.get("seed") is not None:  # compared runs must draw the same numbers, even in an unseeded script
         import random
 
         random.seed(settings["seed"])
@@ -35,9 +36,9 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
     observer = Observer(channel)
     observer.passes.sample_dim = settings.get("sample_dim", 0)
     if settings.get("frozen"):
-        from .frozen import Frozen
+        from .frozen import GradientRecorder
 
-        observer.frozen = Frozen(channel, observer, settings["folder"], settings["frozen"])
+        observer.frozen = GradientRecorder(channel, observer, settings["folder"], settings["frozen"])
     if settings.get("observes", True):
         observer.watch()
     if settings.get("sites"):
@@ -45,24 +46,26 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
 
         sites.watch(channel, observer)
     if settings.get("outside") is not None:
-        from .outside import Outside
+        from .outside import SettingHooks
 
-        Outside(channel, observer.passes, settings["outside"]).install()
+        SettingHooks(channel, observer.passes, settings["outside"]).install()
 
 
 class Observer:
-    """Reporter of every optimizer step, with the batches, passes and losses since the previous one."""
+    """Observer that sends a `Step` message for every optimizer step, with the batches, passes and losses since the
+    last.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.loaders = batches.Loaders(channel)
-        self.passes = passes.Passes(channel)
+        self.loaders = batches.LoaderObserver(channel)
+        self.passes = passes.PassRecorder(channel)
         self.frozen: Any = None
         self.num_steps = 0
         self.on_step: list[Any] = []
         self._optimizers: list[Any] = []  # weak references, in the order of their first steps
         self._num_steps_of: list[int] = []
-        self._stepping: Any = None  # the frame of the outermost running `step`
+        self._running_step_frame: Any = None  # frame of the outermost running `Optimizer.step`, None outside of one
         self._num_nested = 0
         self.has_stepped = False
         self.in_scaler = 0
@@ -71,96 +74,96 @@ class Observer:
         self._num_compilations = 0
         self._peak_bytes: int | None = None
         self.modules: dict[int, Any] = {}  # outermost modules that have run in training: weak references by id
-        channel.now_and_then = channel.shield(self._look)
+        channel.before_send = channel.shield(self._update_peak_memory)
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
         self.num_steps = 0
         self._optimizers = []
         self._num_steps_of = []
-        self._stepping = None
+        self._running_step_frame = None
         self._pending = []
 
     def watch(self) -> None:
-        """Hook into torch."""
+        """Hook into loaders, passes, optimizers, compilation and GradScaler."""
         self.loaders.watch()
         self.passes.watch()
         self.passes.on_outermost.append(lambda module: self.modules.setdefault(id(module), weakref.ref(module)))
-        before, after = self.channel.shield(self._before), self.channel.shield(self._after)
-        hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        before_step, after_step = self.channel.shield(self._before_step), self.channel.shield(self._after_step)
+        hooks = [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
 
-        def with_dynamo(dynamo: Any) -> None:
-            def starts(*_: Any) -> None:  # if `optimizer.step` is compiled, the hooks are called between two graphs
+        def hook_dynamo(dynamo: Any) -> None:
+            def exclude_hooks_from_graphs(*_: Any) -> None:  # else a compiled `optimizer.step` would trace the hooks
                 while hooks:
                     hooks.pop().remove()
                     if not hooks:
-                        register_optimizer_step_pre_hook(dynamo.disable(before))
-                        register_optimizer_step_post_hook(dynamo.disable(after))
+                        register_optimizer_step_pre_hook(dynamo.disable(before_step))
+                        register_optimizer_step_post_hook(dynamo.disable(after_step))
 
             callbacks = dynamo.callback.callback_handler
-            clear, started = callbacks.clear, self.channel.shield(starts)
+            clear, on_compile_start = callbacks.clear, self.channel.shield(exclude_hooks_from_graphs)
 
             def register() -> None:
-                callbacks.register_start_callback(started)
-                callbacks.register_end_callback(self._compiled)
+                callbacks.register_start_callback(on_compile_start)
+                callbacks.register_end_callback(self._count_compilation)
 
-            def cleared() -> None:  # called by torch.compiler.reset
+            def clear_and_register() -> None:  # torch.compiler.reset clears all callbacks
                 clear()
                 register()
 
-            callbacks.clear = cleared
+            callbacks.clear = clear_and_register
             register()
 
-        after_import("torch._dynamo", self.channel.shield(with_dynamo))
-        _watch_scaler(self)
+        after_import("torch._dynamo", self.channel.shield(hook_dynamo))
+        _hook_scaler(self)
 
-    def _compiled(self, *_: Any) -> None:
-        """Count a compilation, also of a deferred backward pass; the counters of dynamo may be cleared by other
-        code.
-        """
+    def _count_compilation(self, *_: Any) -> None:
+        """Count a compilation, including that of a backward pass. Dynamo's own counters can be reset by the script."""
         self._num_compilations += 1
 
     def index_of(self, optimizer: Any) -> int:
-        """Return the number of an optimizer, in the order of first steps."""
-        for index, known in enumerate(self._optimizers):
-            if known() is optimizer:
+        """Return the index of an optimizer in the order of first steps; report a new one."""
+        for index, reference in enumerate(self._optimizers):
+            if reference() is optimizer:
                 return index
-        self._introduce(optimizer)
+        self._report_optimizer(optimizer)
         return len(self._optimizers) - 1
 
-    def _before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        if self._is_stepping():
-            self._num_nested += 1  # a class that calls its parent's step takes one step
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        if self._is_in_step():
+            self._num_nested += 1  # a subclass that calls its parent's step takes one step, not two
             return None
-        self._stepping, self._num_nested = _step_frame(), 0
-        return None if self.frozen is None else self.frozen.before(optimizer, args, kwargs)
+        self._running_step_frame, self._num_nested = _step_frame(), 0
+        return None if self.frozen is None else self.frozen.record_in_place_of_step(optimizer, args, kwargs)
 
-    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
         if self._num_nested:
             self._num_nested -= 1
             return
-        self._stepping = None
+        self._running_step_frame = None
         self.has_stepped = True
         if not self.in_scaler:
-            self.stepped(optimizer)
+            self.report_step(optimizer)
 
-    def _is_stepping(self) -> bool:
-        """Whether a `step` is running; one that raised is no longer among the callers."""
-        if self._stepping is None:
+    def _is_in_step(self) -> bool:
+        """Whether an optimizer step is running. A step that raised an error is not: its frame is not on the
+        call stack.
+        """
+        if self._running_step_frame is None:
             return False
         frame: Any = sys._getframe(1)
-        while frame is not None and frame is not self._stepping:
+        while frame is not None and frame is not self._running_step_frame:
             frame = frame.f_back
         return frame is not None
 
-    def stepped_by(self, scaler: Any, optimizer: Any) -> None:
-        """Report a step that an enabled scaler was asked for."""
-        found = None
+    def report_scaler_step(self, scaler: Any, optimizer: Any) -> None:
+        """Report the optimizer step of an enabled GradScaler, which may have skipped it."""
+        found_inf = None
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            found = sum(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
-        self.stepped(optimizer, found, is_skipped=not self.has_stepped)
+            found_inf = sum(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+        self.report_step(optimizer, found_inf, is_skipped=not self.has_stepped)
 
-    def stepped(self, optimizer: Any, found_inf: Any = None, *, is_skipped: bool = False) -> None:
+    def report_step(self, optimizer: Any, found_inf: Any = None, *, is_skipped: bool = False) -> None:
         """Report that an optimizer stepped or that its scaler skipped the step; `found_inf`, a tensor on the device,
         tells which.
         """
@@ -172,7 +175,7 @@ class Observer:
         step = {
             "optimizer": index,
             "is_skipped": is_skipped if found_inf is None else found_inf,
-            **self.passes.taken(),
+            **self.passes.pop_record(),
             "num_samples": dict(self.loaders.num_samples),
             "num_batches": self.loaders.num_batches,
             "wait_seconds": self.loaders.wait_seconds,
@@ -189,15 +192,15 @@ class Observer:
             or self.num_steps <= passes.NUM_FULLY_WATCHED
             or self._num_steps_of[index] % NUM_STEPS_PER_SYNC == 0
         ):
-            self._settle()
+            self._report_steps()
         self.passes.overhead_seconds += time.perf_counter() - began
 
-    def _settle(self) -> None:
-        """Synchronize the device, read the values that are on it, and report the steps since the last time."""
+    def _report_steps(self) -> None:
+        """Synchronize the device, read losses and memory, and report the steps since the last call."""
         last = self._pending[-1]
-        last.update(self._memory())
+        last.update(self._memory_fields())
         if self._device.type != "cpu":
-            getattr(torch, self._device.type).synchronize(*self._which)
+            getattr(torch, self._device.type).synchronize(*self._device_arguments)
             last["time"] = time.monotonic()
         last["is_settled"] = True
         last["overhead_seconds"] = self.passes.overhead_seconds + self.loaders.overhead_seconds
@@ -206,43 +209,42 @@ class Observer:
             step["is_skipped"] = bool(step["is_skipped"])
             self.channel.add("step", **step)
         self._pending = []
-        if self.num_steps <= NUM_SENT_AT_ONCE:
+        if self.num_steps <= NUM_STEPS_SENT_AT_ONCE:
             self.channel.flush()
 
     @property
-    def _which(self) -> tuple[Any, ...]:
-        """Return the arguments that functions of the device's module take: none for MPS, which has one device without a
-        number.
-        """
+    def _device_arguments(self) -> tuple[Any, ...]:
+        """Return the arguments for functions of `torch.cuda` or its like: the device; none for `torch.mps`."""
         return () if self._device.type == "mps" else (self._device,)
 
-    def _look(self) -> None:
-        """Read the peak memory of a process that trains on a CPU, which costs the kernel more than sending a step's
-        messages.
+    def _update_peak_memory(self) -> None:
+        """Read this process's peak resident memory if it trains on a CPU.
+
+        The sending thread calls this, not every step: reading it takes longer than sending a step's messages.
         """
         if self._optimizers and self._device.type == "cpu":
             self._peak_bytes = _peak_resident_bytes()
 
-    def _memory(self) -> dict[str, Any]:
+    def _memory_fields(self) -> dict[str, Any]:
         if self._device.type == "cpu":
-            if self.num_steps <= NUM_SENT_AT_ONCE:
-                self._look()
+            if self.num_steps <= NUM_STEPS_SENT_AT_ONCE:
+                self._update_peak_memory()
             return {"peak_memory_bytes": self._peak_bytes}
         module = getattr(torch, self._device.type)
-        stats = module.memory_stats(*self._which) if hasattr(module, "memory_stats") else {}
+        stats = module.memory_stats(*self._device_arguments) if hasattr(module, "memory_stats") else {}
         return {
             "peak_memory_bytes": stats.get("allocated_bytes.all.peak", 0),
             "reserved_memory_bytes": stats.get("reserved_bytes.all.peak", 0),
             "num_ooms": stats.get("num_ooms", 0),
         }
 
-    def _introduce(self, optimizer: Any) -> None:
+    def _report_optimizer(self, optimizer: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._optimizers.append(weakref.ref(optimizer))
         self._num_steps_of.append(0)
         self._device = next((p.device for p in parameters if p.device.type != "cpu"), self._device)
-        seen = [module for module in (reference() for reference in self.modules.values()) if module is not None]
-        frozen = {id(p): p for module in seen for p in module.parameters() if not p.requires_grad}
+        modules = [module for module in (reference() for reference in self.modules.values()) if module is not None]
+        frozen = {id(p): p for module in modules for p in module.parameters() if not p.requires_grad}
         self.channel.send(
             "optimizer",
             index=len(self._optimizers) - 1,
@@ -261,15 +263,15 @@ class Observer:
 
 
 def _num_by_dtype(parameters: Any) -> dict[str, int]:
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for parameter in parameters:
         dtype = str(parameter.dtype).replace("torch.", "")
-        found[dtype] = found.get(dtype, 0) + parameter.numel()
-    return found
+        counts[dtype] = counts.get(dtype, 0) + parameter.numel()
+    return counts
 
 
 def _step_frame() -> Any:
-    """Return the frame of torch's own function around an optimizer's step."""
+    """Return the frame of torch's wrapper of `Optimizer.step`, which calls the hooks; None if there is none."""
     frame: Any = sys._getframe(2)
     file = register_optimizer_step_pre_hook.__code__.co_filename
     while frame is not None and frame.f_code.co_filename != file:
@@ -277,10 +279,10 @@ def _step_frame() -> Any:
     return frame
 
 
-def _watch_scaler(observer: Observer) -> None:
-    """Hook into GradScaler.step: a step that it skips never reaches the optimizer, except a fused one."""
+def _hook_scaler(observer: Observer) -> None:
+    """Hook into GradScaler.step: the optimizer's own hooks miss a step that it skips, unless the optimizer is fused."""
     scaler_class: Any = GradScaler
-    original, stepped = scaler_class.step, observer.channel.shield(observer.stepped_by)
+    original, report_step = scaler_class.step, observer.channel.shield(observer.report_scaler_step)
 
     @functools.wraps(original)
     def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -293,7 +295,7 @@ def _watch_scaler(observer: Observer) -> None:
         finally:
             observer.in_scaler -= 1
         if observer.in_scaler == 0:
-            stepped(scaler, optimizer)
+            report_step(scaler, optimizer)
         return result
 
     scaler_class.step = step
@@ -311,18 +313,18 @@ def _peak_resident_bytes() -> int | None:
 
 
 def _free_memory_share() -> float | None:
-    """Return the least share of the current CUDA device's memory that was free so far, None if it is not known."""
+    """Return the smallest share of the current CUDA device's memory that has been free so far, None if not known."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not type it
         return None
     try:
         free, total = torch.cuda.mem_get_info()
-    except RuntimeError:  # an error of the GPU itself, which all its calls repeat
+    except RuntimeError:  # after an error on the GPU every CUDA call fails
         return None
     return min(free, total - torch.cuda.max_memory_reserved()) / total
 
 
-def _tell_of_this_process(channel: Channel) -> None:
-    """Report that this process has torch, and report how it ends."""
+def _report_process(channel: Channel) -> None:
+    """Report that this process has imported torch, and later its uncaught exception or its exit."""
     hook = sys.excepthook
 
     def excepthook(kind: Any, value: Any, trace: Any) -> None:
@@ -331,19 +333,19 @@ def _tell_of_this_process(channel: Channel) -> None:
 
     sys.excepthook = excepthook
 
-    def leaving() -> None:
+    def report_exit() -> None:
         channel.send("exit", **where.rank())
         channel.end()
 
-    atexit.register(leaving)
-    is_started_by_another = multiprocessing.parent_process() is not None
+    atexit.register(report_exit)
+    is_multiprocessing_child = multiprocessing.parent_process() is not None
     channel.send(
         "torch",
         arguments=sys.argv,
         parent_pid=os.getppid(),
         folder=os.getcwd(),
         torch=torch.__version__,
-        worker=multiprocessing.current_process().name if is_started_by_another else None,
+        worker=multiprocessing.current_process().name if is_multiprocessing_child else None,
         **where.rank(),
     )
     channel.listen()

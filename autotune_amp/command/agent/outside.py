@@ -1,8 +1,9 @@
-"""Batch size, precision and accumulation steps set from outside, for a script without arguments for them.
+"""Hooks that set batch size, precision and accumulation steps in a script that has no arguments for them.
 
-The precision is set in the first of these places that exists: the argument of the script's framework (`frameworks`);
-the script's own autocast regions; around the outermost forward, with outputs back in fp32, as Accelerate does it. Never
-around the whole process: autocast's cache of cast weights is emptied only when the outermost region is left.
+The precision is set in the first of these places that exists: the argument of the script's framework (see
+`frameworks`); the script's own autocast regions; a new region around the outermost forward, with outputs converted to
+fp32, as in Accelerate. It is never set for the whole process: autocast would keep its cache of cast weights, which only
+the end of the outermost region clears.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import BatchSampler, dataloader
 
 from . import where
-from .frameworks import Frameworks
+from .frameworks import FrameworkHooks
 from .imports import after_import
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -25,18 +26,19 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ENABLED = 5  # position of GradScaler's argument `enabled`
 
 
-class Outside:
-    """Hooks that set `batch_size` of the loader made at `maker` (else of each loader that shuffles), `precision` and
-    `accumulation_steps`, and report each value once. Without any values, they only report what could be set.
+class SettingHooks:
+    """Hooks that set the values in `settings` (`batch_size`, `precision`, `accumulation_steps`) and report each once.
+    The batch size is set in the DataLoader made at `maker` (see `where.maker`), else in each that shuffles. Without
+    values, they only report the framework arguments that could be set.
 
-    `controller_of` makes a PrecisionController from the script's GradScaler, if one is wanted: from then on the
-    controller decides the precision.
+    `controller_of`, if given, turns the script's GradScaler into a PrecisionController, which then chooses the
+    precision.
     """
 
     def __init__(self, channel: Any, passes: Any, settings: dict[str, Any], controller_of: Any = None) -> None:
         self.channel = channel
         self.values = {name: value for name, value in settings.items() if name != "maker" and value is not None}
-        self.is_in_framework = False  # whether the framework sets the precision
+        self.is_in_framework = False  # whether a framework's argument sets the precision
         self._passes = passes
         self._maker: str | None = settings.get("maker")
         self._controller_of = controller_of
@@ -45,29 +47,29 @@ class Outside:
         self._is_in_regions = False  # whether the precision is set in the script's own regions
         self._is_in_forward = False
         self._has_own_regions = False  # whether the script has autocast regions that are enabled today
-        self._num_forwards = 0  # running forwards that have a region of ours
-        self._told: set[str] = set()
+        self._num_forwards = 0  # running forwards in an autocast region that was added here
+        self._reported: set[str] = set()
 
     def install(self) -> None:
         """Hook into torch and the frameworks."""
-        Frameworks(self).install()
+        FrameworkHooks(self).install()
         if "batch_size" in self.values:
-            self._set_batch_size()
+            self._hook_loaders()
         precision = self.values.get("precision")
         if precision is not None or self._controller_of is not None:
-            self._set_scaler()
-            self._set_regions()
-            self._passes.on_outermost.append(self._set_forward)
+            self._hook_scaler()
+            self._hook_regions()
+            self._passes.on_outermost.append(self._wrap_forward)
         if precision in ("fp32", "tf32"):
             torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
 
-    def tell(self, name: str, what: str, was: Any, value: Any, line: str = "") -> None:
+    def report_set(self, name: str, what: str, was: Any, value: Any, line: str = "") -> None:
         """Report once that the value of `name` was set in `what`, at `line` (by default the user's line that runs)."""
-        if name not in self._told:
-            self._told.add(name)
+        if name not in self._reported:
+            self._reported.add(name)
             self.channel.add("set", name=name, what=what, was=was, value=value, line=line or where.user_line())
 
-    def _set_batch_size(self) -> None:
+    def _hook_loaders(self) -> None:
         loader_class: Any = dataloader.DataLoader
         original = loader_class.__init__
 
@@ -86,39 +88,37 @@ class Outside:
             if "batch_size" in self.values and (where.maker() == self._maker if self._maker else shuffles):
                 size = self.values["batch_size"]
                 if type(batch_sampler) is BatchSampler:
-                    self.tell("batch_size", "DataLoader", batch_sampler.batch_size, size)
+                    self.report_set("batch_size", "DataLoader", batch_sampler.batch_size, size)
                     batch_sampler = BatchSampler(batch_sampler.sampler, size, batch_sampler.drop_last)
                 elif batch_sampler is None and batch_size is not None:
-                    self.tell("batch_size", "DataLoader", batch_size, size)
+                    self.report_set("batch_size", "DataLoader", batch_size, size)
                     batch_size = size
             original(loader, dataset, batch_size, shuffle, sampler, batch_sampler, *args, **kwargs)
 
         loader_class.__init__ = __init__
 
-    def _set_scaler(self) -> None:
-        """Hook into GradScaler: it is enabled for fp16 and disabled for other precisions, as a script's own switch
-        would do.
-        """
+    def _hook_scaler(self) -> None:
+        """Hook into GradScaler: enable the script's scaler for fp16, disable it for other precisions."""
         scaler_class: Any = GradScaler
         original = scaler_class.__init__
 
         @functools.wraps(original)
         def __init__(scaler: Any, *args: Any, **kwargs: Any) -> None:
-            is_users = type(scaler) in (GradScaler, torch.cuda.amp.GradScaler) and where.is_called_by_user()
-            if "precision" in self.values and is_users:
+            is_made_by_user = type(scaler) in (GradScaler, torch.cuda.amp.GradScaler) and where.is_called_by_user()
+            if "precision" in self.values and is_made_by_user:
                 args, kwargs = args[:_ENABLED], {**kwargs, "enabled": self.values["precision"] == "fp16"}
             original(scaler, *args, **kwargs)
             self._has_scaler = self._has_scaler or scaler.is_enabled()
-            if self._controller_of is not None and is_users and self._controller is None:
+            if self._controller_of is not None and is_made_by_user and self._controller is None:
                 self._controller = self._controller_of(scaler)
                 if self._controller is not None:
                     self._has_scaler = True
-                    self.tell("scaler", "GradScaler's place", None, "PrecisionController")
+                    self.report_set("scaler", "GradScaler's place", None, "PrecisionController")
 
         scaler_class.__init__ = __init__
 
-    def _wanted(self) -> Any:
-        """Return the dtype to compute in now: None for fp32, `...` if none is to be set."""
+    def _target_dtype(self) -> Any:
+        """Return the autocast dtype to set now: None for fp32 (autocast off), `...` to leave the script's own."""
         if self.is_in_framework:
             return ...
         if self._controller is not None:
@@ -128,10 +128,10 @@ class Outside:
             return region.fast_dtype if isinstance(region, autocast) and region._enabled else None
         precision = self.values.get("precision")
         if precision is None or (precision == "fp16" and not self._has_scaler):
-            return ...  # without a scaler fp16 gradients would vanish
+            return ...  # without a GradScaler small fp16 gradients would underflow to zero
         return _DTYPES.get(precision)
 
-    def _set_regions(self) -> None:
+    def _hook_regions(self) -> None:
         region_class: Any = autocast
         begin, enter = region_class.__init__, region_class.__enter__
 
@@ -144,15 +144,17 @@ class Outside:
         @functools.wraps(enter)
         def __enter__(region: Any) -> Any:
             own = region.__dict__.get("_autotune_amp_own")
-            if own is not None and _is_usable(region.device):
-                region._enabled, region.fast_dtype = self._decided(region.device, *own)
+            if own is not None and _is_available(region.device):
+                region._enabled, region.fast_dtype = self._region_settings(region.device, *own)
             return enter(region)
 
         region_class.__init__, region_class.__enter__ = __init__, __enter__
-        after_import("torch._dynamo.variables.ctx_manager", self._set_compiled_regions)
+        after_import("torch._dynamo.variables.ctx_manager", self._hook_compiled_regions)
 
-    def _set_compiled_regions(self, module: Any) -> None:
-        """Set the autocast regions that dynamo traces, by changing its graph, which is also part of its cache keys."""
+    def _hook_compiled_regions(self, module: Any) -> None:
+        """Set the autocast regions in compiled code, in the variable that dynamo traces: cached graphs then differ by
+        precision.
+        """
         owner = getattr(module, "AutocastModeVariable", None)
         create = getattr(owner, "create", None)
         if owner is None or create is None:
@@ -161,86 +163,89 @@ class Outside:
         @functools.wraps(create)
         def create_(*args: Any, **kwargs: Any) -> Any:
             region = create(*args, **kwargs)
-            device, dtype, is_on, caches = region.target_values
-            is_on, dtype = self._decided(device, is_on, dtype or torch.get_autocast_dtype(device))
-            region.target_values = [device, dtype, is_on, caches]
+            device, dtype, is_enabled, caches = region.target_values
+            is_enabled, dtype = self._region_settings(device, is_enabled, dtype or torch.get_autocast_dtype(device))
+            region.target_values = [device, dtype, is_enabled, caches]
             return region
 
         owner.create = staticmethod(create_)
 
-    def _decided(self, device: str, is_on: bool, dtype: Any) -> tuple[bool, Any]:
-        """Return whether a region is to be enabled, and its dtype.
+    def _region_settings(self, device: str, is_enabled: bool, dtype: Any) -> tuple[bool, Any]:
+        """Return whether an autocast region of the script should be enabled, and its dtype.
 
-        A region is set if it is enabled, or if it is the script's switch that is off today. Other disabled regions stay
-        off, since the script has its own reasons for them.
+        An enabled region is set; a disabled one only if it is outermost and the script has no enabled region (its mixed
+        precision is then switched off today). Other disabled regions stay disabled: their code probably needs fp32.
         """
         is_outermost = not torch.is_autocast_enabled(device) and self._num_forwards == 0
         is_switch = is_outermost and not (self._is_in_forward or self._has_own_regions)
-        wanted = self._wanted() if is_on or is_switch else ...
-        if is_on and is_outermost:
+        target = self._target_dtype() if is_enabled or is_switch else ...
+        if is_enabled and is_outermost:
             self._has_own_regions = True
-        if wanted is ...:
-            return is_on, dtype
+        if target is ...:
+            return is_enabled, dtype
         if "precision" in self.values:
-            was = _NAMES.get(dtype, str(dtype)) if is_on else None
-            self.tell("precision", "autocast", was, self.values["precision"])
+            was = _NAMES.get(dtype, str(dtype)) if is_enabled else None
+            self.report_set("precision", "autocast", was, self.values["precision"])
         self._is_in_regions = True
-        return wanted is not None, dtype if wanted is None else wanted
+        return target is not None, dtype if target is None else target
 
-    def _set_forward(self, module: Any) -> None:
-        """Set the precision around the forward of a module that runs in training outside of all regions."""
+    def _wrap_forward(self, module: Any) -> None:
+        """Put the forward of an outermost module in an autocast region, unless the script has its own regions."""
         device = next(module.parameters()).device.type
         if "precision" not in self.values or self._is_in_regions or torch.is_autocast_enabled(device):
             return
-        if self._wanted() in (..., None):
+        if self._target_dtype() in (..., None):
             return
         is_compiled = module.__dict__.get("_compiled_call_impl") is not None
-        name = "_compiled_call_impl" if is_compiled else "forward"  # compiled code must not see the region
-        if isinstance(getattr(module, name), _InRegion):
+        # Around compiled code, not inside, where dynamo would trace the region.
+        name = "_compiled_call_impl" if is_compiled else "forward"
+        if isinstance(getattr(module, name), _ForwardInAutocast):
             return
         self._is_in_forward = True
-        self.tell("precision", f"the forward of {type(module).__name__}", None, self.values["precision"])
-        object.__setattr__(module, name, _InRegion(self, module, getattr(module, name), device))
+        self.report_set("precision", f"the forward of {type(module).__name__}", None, self.values["precision"])
+        object.__setattr__(module, name, _ForwardInAutocast(self, module, getattr(module, name), device))
 
 
-class _InRegion:
-    """Forward of a module in an autocast region, with outputs in fp32. A copy of the module gets its own."""
+class _ForwardInAutocast:
+    """Forward of a module in an autocast region, with outputs in fp32. A deep copy of the module gets its own
+    wrapper.
+    """
 
-    def __init__(self, outside: Outside, module: Any, forward: Any, device: str) -> None:
+    def __init__(self, hooks: SettingHooks, module: Any, forward: Any, device: str) -> None:
         functools.update_wrapper(self, forward)
-        self._outside = outside
+        self._hooks = hooks
         self._module = module
         self._forward = forward
         self._device = device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outside, dtype = self._outside, self._outside._wanted()
+        hooks, dtype = self._hooks, self._hooks._target_dtype()
         if dtype in (..., None):
             return self._forward(*args, **kwargs)
-        outside._num_forwards += 1
+        hooks._num_forwards += 1
         try:
             with autocast(self._device, dtype=dtype):
                 output = self._forward(*args, **kwargs)
         finally:
-            outside._num_forwards -= 1
+            hooks._num_forwards -= 1
         return in_fp32(output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self._module))
         if copied is None or not isinstance(self._forward, types.MethodType):
             return self
-        return _InRegion(self._outside, copied, types.MethodType(self._forward.__func__, copied), self._device)
+        return _ForwardInAutocast(self._hooks, copied, types.MethodType(self._forward.__func__, copied), self._device)
 
-    def __reduce__(self) -> Any:  # a pickled model is as the script wrote it
+    def __reduce__(self) -> Any:  # a pickled model has its original forward
         return getattr, (self._module, "forward")
 
 
-def _is_usable(device: str) -> bool:
+def _is_available(device: str) -> bool:
     return device == "cpu" or bool(getattr(torch, device).is_available())
 
 
 def in_fp32(output: Any) -> Any:
-    """Return a module's output with its half-precision tensors in fp32."""
+    """Return a module's output with half-precision tensors converted to fp32, in nested containers too."""
     if isinstance(output, torch.Tensor):
         return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
     if isinstance(output, tuple) and hasattr(output, "_fields"):

@@ -1,6 +1,4 @@
-"""Observer of the passes behind a step: losses, backward passes, autocast regions, and inputs of the outermost
-modules.
-"""
+"""Recorder of forward and backward passes: losses, autocast regions, and the inputs of the outermost modules."""
 
 from __future__ import annotations
 
@@ -20,64 +18,69 @@ from . import where
 from .batches import first_tensor, size_of
 from .channel import Channel
 
-NUM_FULLY_WATCHED = 3  # steps in which modules are watched too; after them the patch is removed
-MAX_BACKWARD_WITHOUT_STEP = 512  # more passes than any script accumulates
-MAX_FORWARDS, MAX_LOSSES = MAX_BACKWARD_WITHOUT_STEP, 8  # reported of one step
+NUM_FULLY_WATCHED = (
+    3  # first steps, in which module calls are recorded; then the patch is removed, as it slows training
+)
+MAX_BACKWARD_WITHOUT_STEP = 512  # assumed larger than any accumulation; then the script seems to update weights itself
+MAX_FORWARDS, MAX_LOSSES = MAX_BACKWARD_WITHOUT_STEP, 8  # the most that are reported for a step
 
 
-class Passes:
-    """Record of the passes since the previous optimizer step."""
+class PassRecorder:
+    """Recorder of the passes since the previous optimizer step."""
 
     def __init__(self, channel: Channel) -> None:
         self.num_backward = 0
         self.has_stepped = False  # whether an optimizer of torch has taken a step
-        self.latest: Any = None  # the first tensor that entered the outermost module, if `keeps_latest`
+        self.latest: Any = None  # first input tensor of the latest outermost module, if `keeps_latest` is set
         self.keeps_latest = False
         self.overhead_seconds = 0.0
         self.sample_dim = 0  # dimension of a module's inputs along which samples are counted
         self.on_outermost: list[Any] = []  # called with each outermost module, before its forward
         self._channel = channel
         self._losses: list[Any] = []
-        self._is_scaled = False  # whether the loss was recorded before it was scaled
+        self._is_loss_recorded = False  # whether GradScaler.scale has recorded the loss of the next backward pass
         self._backward_depth = 0
         self._forwards: list[Any] = []
-        self._entered: list[Any] = []  # weak references to module and tensors of each forward
+        self._inputs_of_forwards: list[
+            Any
+        ] = []  # (weak reference to the module, keys of its input tensors) of each forward
         self._regions: dict[str, None] = {}
         self._watches_modules = False
 
-    def taken(self) -> dict[str, Any]:
-        """Return the record since the last call, and begin a new one.
+    def pop_record(self) -> dict[str, Any]:
+        """Return the recorded passes since the last call, and clear the record.
 
         `losses` of the backward passes, to be read by `read`. `forwards`: for each outermost module that ran in
         training, its class, the size of its input along `sample_dim`, and the dtype that its weights were used in; once
-        if the same tensors enter again (in the closure of LBFGS or SAM). `regions`: ``device:dtype`` of the autocast
-        regions that were entered, ``device:off`` for one that is disabled. Regions in a compiled function are seen when
-        it is traced, which happens even if its code is cached.
+        if the same tensors are passed again (in the closure of LBFGS or SAM). `regions`: ``device:dtype`` of the
+        autocast regions that were entered, ``device:off`` for one that is disabled. Regions in a compiled function are
+        seen when it is traced, which happens even if its code is cached.
         """
-        found = {
+        record = {
             "losses": self._losses[-MAX_LOSSES:],
             "num_backward": self.num_backward,
             "forwards": self._forwards[:MAX_FORWARDS],
             "regions": list(self._regions),
         }
-        self._losses, self._forwards, self._entered, self._regions = [], [], [], {}
-        return found
+        self._losses, self._forwards, self._inputs_of_forwards, self._regions = [], [], [], {}
+        return record
 
     def watch(self) -> None:
-        """Hook into torch."""
-        self._watch_losses()
-        self._channel.after_init(GradScaler, self._made_scaler)
-        self._watch_regions()
+        """Hook into backward passes, GradScaler, autocast and module calls."""
+        self._hook_losses()
+        self._channel.after_init(GradScaler, self._report_scaler)
+        self._hook_regions()
         self.watch_modules()
 
-    def _watch_losses(self) -> None:
+    def _hook_losses(self) -> None:
         scaler_class: Any = GradScaler
         scale, backward = scaler_class.scale, torch.autograd.backward
-        scaling, passing_back = self._channel.shield(self._scaling), self._channel.shield(self._passing_back)
+        record_unscaled_loss = self._channel.shield(self._record_unscaled_loss)
+        record_backward = self._channel.shield(self._record_backward)
 
         @functools.wraps(scale)
         def scale_(scaler: Any, outputs: Any) -> Any:
-            scaling(outputs)
+            record_unscaled_loss(outputs)
             return scale(scaler, outputs)
 
         @functools.wraps(backward)
@@ -85,7 +88,7 @@ class Passes:
             self._backward_depth += 1
             try:
                 if self._backward_depth == 1:
-                    passing_back(tensors)
+                    record_backward(tensors)
                 return backward(tensors, *args, **kwargs)
             finally:
                 self._backward_depth -= 1
@@ -93,115 +96,114 @@ class Passes:
         scaler_class.scale = scale_
         torch.autograd.backward = backward_
 
-    def _scaling(self, outputs: Any) -> None:
+    def _record_unscaled_loss(self, outputs: Any) -> None:
         if isinstance(outputs, torch.Tensor) and outputs.numel() == 1:
-            self._losses.append(_kept(outputs))
-            self._is_scaled = True
+            self._losses.append(_readable_later(outputs))
+            self._is_loss_recorded = True
 
-    def _passing_back(self, tensors: Any) -> None:
+    def _record_backward(self, tensors: Any) -> None:
         began = time.perf_counter()
         self.num_backward += 1
         first = tensors[0] if isinstance(tensors, (tuple, list)) else tensors
-        if not self._is_scaled and isinstance(first, torch.Tensor) and first.numel() == 1:
-            self._losses.append(_kept(first))
-        self._is_scaled = False
+        if not self._is_loss_recorded and isinstance(first, torch.Tensor) and first.numel() == 1:
+            self._losses.append(_readable_later(first))
+        self._is_loss_recorded = False
         if self.num_backward == MAX_BACKWARD_WITHOUT_STEP and not self.has_stepped:
             self._channel.send("unstepped", num_backward=self.num_backward)
         self.overhead_seconds += time.perf_counter() - began
 
-    def _made_scaler(self, scaler: Any) -> None:
+    def _report_scaler(self, scaler: Any) -> None:
         line, maker = where.user_line(), where.maker()
         self._channel.add("scaler", is_enabled=bool(scaler.is_enabled()), line=line, maker=maker)
 
-    def _watch_regions(self) -> None:
+    def _hook_regions(self) -> None:
         region_class: Any = autocast
-        begin, enter = region_class.__init__, region_class.__enter__
-        begun, entering = self._channel.shield(self._begun_region), self._channel.shield(self._entering_region)
+        original_init, original_enter = region_class.__init__, region_class.__enter__
+        record_disabled = self._channel.shield(self._record_disabled_region)
+        record_enabled = self._channel.shield(self._record_enabled_region)
 
-        @functools.wraps(begin)
+        @functools.wraps(original_init)
         def __init__(region: Any, *args: Any, **kwargs: Any) -> None:
-            begin(region, *args, **kwargs)
-            begun(region)
+            original_init(region, *args, **kwargs)
+            record_disabled(region)
 
-        @functools.wraps(enter)
+        @functools.wraps(original_enter)
         def __enter__(region: Any) -> Any:
-            entering(region)
-            return enter(region)
+            record_enabled(region)
+            return original_enter(region)
 
         region_class.__init__, region_class.__enter__ = __init__, __enter__
 
-    def _begun_region(self, region: Any) -> None:
+    def _record_disabled_region(self, region: Any) -> None:
         if not region._enabled and torch.is_grad_enabled() and not torch.is_autocast_enabled(region.device):
             self._regions[f"{region.device}:off"] = None
 
-    def _entering_region(self, region: Any) -> None:
+    def _record_enabled_region(self, region: Any) -> None:
         if region._enabled and torch.is_grad_enabled():
-            self._regions[f"{region.device}:{_name(region.fast_dtype)}"] = None
+            self._regions[f"{region.device}:{_dtype_name(region.fast_dtype)}"] = None
 
     def watch_modules(self) -> None:
-        """Hook into Module.__call__. It is patched only while no module runs, so that nothing traced inside ever sees
-        the patch.
-        """
+        """Patch Module.__call__, only while no module runs: torch.compile then never traces the patch."""
         module_class: Any = torch.nn.Module
         original = module_class.__call__
-        entering = self._channel.shield(self._entering_outermost)
+        record_forward = self._channel.shield(self._record_forward)
         self._watches_modules = True
 
-        def outermost(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def call_outermost(module: Any, *args: Any, **kwargs: Any) -> Any:
             module_class.__call__ = original
-            if get_worker_info() is not None:  # transforms may call a dozen modules for each sample, and with every
-                self.unwatch_modules()  # patch Python goes through all subclasses
+            if get_worker_info() is not None:  # not in loader workers: their transforms call many modules,
+                self.unwatch_modules()  # and each change of the class makes Python visit all its subclasses
             try:
                 if self._watches_modules:
-                    entering(module, args, kwargs)
+                    record_forward(module, args, kwargs)
                 return original(module, *args, **kwargs)
             finally:
                 if self._watches_modules:
-                    module_class.__call__ = outermost
+                    module_class.__call__ = call_outermost
 
-        module_class.__call__ = outermost
+        module_class.__call__ = call_outermost
 
     def unwatch_modules(self) -> None:
         """Stop watching modules; the patch is removed at the next call."""
         self._watches_modules = False
 
-    def _entering_outermost(self, module: Any, args: Any, kwargs: Any) -> None:
+    def _record_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         began = time.perf_counter()
         if module.training and torch.is_grad_enabled() and next(module.parameters(), None) is not None:
             for action in self.on_outermost:
                 action(module)
-            given = [*args, *kwargs.values()]
+            inputs = [*args, *kwargs.values()]
             if self.keeps_latest:
-                self.latest = first_tensor(given)
-            if self._is_new(module, given):
-                size = size_of(given, self.sample_dim)
+                self.latest = first_tensor(inputs)
+            if self._is_new(module, inputs):
+                size = size_of(inputs, self.sample_dim)
                 self._forwards.append((type(module).__name__, size, _used_dtype(module)))
         self.overhead_seconds += time.perf_counter() - began
 
-    def _is_new(self, module: Any, given: list[Any]) -> bool:
-        """Whether these inputs have not entered this module since the latest step."""
+    def _is_new(self, module: Any, inputs: list[Any]) -> bool:
+        """Whether the module has not yet run on these inputs since the latest step; also remember them."""
         try:
-            contents = [_content(each) for each in given if isinstance(each, torch.Tensor)]
-        except Exception:  # a tensor of a kind that has no storage
+            contents = [_content_key(each) for each in inputs if isinstance(each, torch.Tensor)]
+        except Exception:  # a tensor subclass without storage
             return True
         entered = weakref.ref(module), contents
-        if contents and entered in self._entered:
+        if contents and entered in self._inputs_of_forwards:
             return False
-        self._entered.append(entered)
+        self._inputs_of_forwards.append(entered)
         return True
 
 
-def _content(tensor: Any) -> tuple[Any, ...]:
-    """Return a key that is equal for tensors with the same content, without keeping their memory: the location, and how
-    often it was written to.
+def _content_key(tensor: Any) -> tuple[Any, ...]:
+    """Return a key that is equal for tensors with the same content: storage, position in it, and version counter. It
+    does not keep the tensor's memory allocated.
     """
     version = 0 if tensor.is_inference() else tensor._version
     storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch does not type it
     return storage, tensor.storage_offset(), tuple(tensor.shape), version
 
 
-def _kept(loss: Any) -> Any:
-    """Return a loss to be read later: its value if that is available at once, else a copy on the device."""
+def _readable_later(loss: Any) -> Any:
+    """Return the value of a loss on a CPU, else a copy on the device, since reading that now would synchronize."""
     is_at_hand = loss.device.type == "cpu" and not torch.compiler.is_compiling()
     return loss.item() if is_at_hand else loss.detach().clone()
 
@@ -213,8 +215,8 @@ def read(loss: Any) -> float | str:
 
 
 def _used_dtype(module: Any) -> str:
-    """Return the name of the dtype in which the weights of a module are used: that of FSDP's policy, else that of most
-    of them, packed integers not counted.
+    """Return the dtype that a module computes its forward with: that of FSDP's mixed precision, else the most frequent
+    dtype of its parameters, not counting packed integers.
     """
     num_by_dtype: dict[str, int] = {}
     for part in module.modules():
@@ -222,13 +224,13 @@ def _used_dtype(module: Any) -> str:
         policy = getattr(part, "mixed_precision", None) if state is None else state()._mp_policy
         used = getattr(policy, "param_dtype", None)
         if isinstance(used, torch.dtype):
-            return _name(used)
+            return _dtype_name(used)
     for parameter in module.parameters():
-        name = _name(parameter.dtype)
+        name = _dtype_name(parameter.dtype)
         is_packed = not (parameter.is_floating_point() or parameter.is_complex())
         num_by_dtype[name] = num_by_dtype.get(name, 0) + (0 if is_packed else parameter.numel())
     return max(num_by_dtype, key=lambda name: num_by_dtype[name])
 
 
-def _name(dtype: Any) -> str:
+def _dtype_name(dtype: Any) -> str:
     return str(dtype).replace("torch.", "")

@@ -1,4 +1,4 @@
-"""Real training run, set from outside: nothing is observed, and one line reports what was set and where."""
+"""Agent of the real training run: sets the recommended values and prints one line on what was set and where."""
 
 from __future__ import annotations
 
@@ -14,63 +14,65 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import where
 from .imports import after_import
-from .outside import Outside
-from .passes import NUM_FULLY_WATCHED, Passes
+from .outside import SettingHooks
+from .passes import NUM_FULLY_WATCHED, PassRecorder
 
-_WORDS = {"batch_size": "batch size", "accumulation_steps": "accumulation"}
+_FIELD_NAMES = {"batch_size": "batch size", "accumulation_steps": "accumulation"}
 
 
 def install(settings: dict[str, Any]) -> None:
     """Install the hooks that set values from outside; torch has just been imported.
 
-    `settings` has ``outside`` (the values) and ``controller``: the path of the recommendation that a controller in
-    GradScaler's place is made from, and the type of its device.
+    `settings` has ``outside``, the values to set, and ``controller``: ``path`` of the recommendation from which the
+    PrecisionController in GradScaler's place is made, and ``device``, its type.
     """
-    said = _Said(settings["outside"])
-    passes = Passes(said)  # type: ignore[arg-type]
-    outside = Outside(said, passes, settings["outside"], functools.partial(_controller, said, **settings["controller"]))
-    outside.install()
-    if "precision" in outside.values:
+    report = _SettingReport(settings["outside"])
+    passes = PassRecorder(report)  # type: ignore[arg-type]
+    setting_hooks = SettingHooks(
+        report, passes, settings["outside"], functools.partial(_convert_to_controller, report, **settings["controller"])
+    )
+    setting_hooks.install()
+    if "precision" in setting_hooks.values:
         passes.watch_modules()
 
     num_steps = 0
 
-    def stepped(*_: Any) -> None:
+    def count_step(*_: Any) -> None:
         nonlocal num_steps
         num_steps += 1
-        if num_steps == NUM_FULLY_WATCHED:  # as in a trial: a second model may train later
+        if num_steps == NUM_FULLY_WATCHED:  # not earlier: a second model may train after the first
             hooks.pop().remove()
             passes.unwatch_modules()
-            said.say()
+            report.print_once()
 
-    hooks = [register_optimizer_step_post_hook(stepped)]
+    hooks = [register_optimizer_step_post_hook(count_step)]
 
-    def with_dynamo(dynamo: Any) -> None:  # if `optimizer.step` is compiled, the hook is called between two graphs
+    def exclude_hook_from_graphs(dynamo: Any) -> None:  # else a compiled `optimizer.step` would trace the hook
         if hooks:
             hooks.pop().remove()
-            hooks.append(register_optimizer_step_post_hook(dynamo.disable(stepped)))
+            hooks.append(register_optimizer_step_post_hook(dynamo.disable(count_step)))
 
-    after_import("torch._dynamo", with_dynamo)
-    atexit.register(said.say, at_exit=True)
+    after_import("torch._dynamo", exclude_hook_from_graphs)
+    atexit.register(report.print_once, at_exit=True)
 
 
-class _Said:
-    """Stand-in for the channel that collects what was set, until it is printed."""
+class _SettingReport:
+    """Report of the values that were set. It replaces the `Channel` of a trial and is printed to stderr."""
 
-    def __init__(self, asked: dict[str, Any]) -> None:
-        self._asked = asked
-        self._set: list[dict[str, Any]] = []
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._values_set: list[dict[str, Any]] = []
         self._problems: list[str] = []
-        self._has_said = False
+        self._is_printed = False
         self._pid = os.getpid()
 
     def add(self, event: str, **fields: Any) -> None:
-        """Keep an event that reports a value that was set."""
+        """Keep a `set` event; ignore others."""
         if event == "set":
-            self._set.append(fields)
+            self._values_set.append(fields)
 
-    def problem(self, text: str) -> None:
-        """Keep the description of a problem."""
+    def add_problem(self, text: str) -> None:
+        """Add a problem to the report."""
         self._problems.append(text)
 
     def shield(self, action: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,47 +87,50 @@ class _Said:
 
         return shielded
 
-    def say(self, *, at_exit: bool = False) -> None:
-        """Print the line once, in the first rank. At exit, print it only if something was set."""
-        is_ours = os.getpid() == self._pid and where.rank()["rank"] == 0 and not self._has_said
-        if not is_ours or (at_exit and not self._set):
+    def print_once(self, *, at_exit: bool = False) -> None:
+        """Print the report once, in the first rank; at exit only if a value was set."""
+        is_due = os.getpid() == self._pid and where.rank()["rank"] == 0 and not self._is_printed
+        if not is_due or (at_exit and not self._values_set):
             return
-        self._has_said = True
-        parts = [*map(_text, self._set), *self._missing(), *self._problems]
-        ending = " (it ends without an optimizer step of torch's)" if at_exit else ""
-        text = "; ".join(parts) or "nothing was to be set"
+        self._is_printed = True
+        parts = [*map(_description, self._values_set), *self._missing(), *self._problems]
+        ending = " (the run ended without an optimizer step of torch)" if at_exit else ""
+        text = "; ".join(parts) or "no value had to be set"
         sys.stderr.write(f"autotune-amp: {text}{ending}\n")
 
     def _missing(self) -> list[str]:
-        done = {fields["name"] for fields in self._set}
-        missing = []
-        for name, why in (
+        names_set = {fields["name"] for fields in self._values_set}
+        maker, missing = self._settings.get("maker"), []
+        for name, reason in (
             (
                 "batch_size",
-                f"no DataLoader was made at {self._asked.get('maker') or 'a line of the script, to shuffle'}",
+                f"no DataLoader was created at {maker}" if maker else "no shuffling DataLoader was created",
             ),
-            ("accumulation_steps", "no framework was seen that accumulates"),
-            ("precision", "no GradScaler was seen" if self._asked.get("precision") == "fp16" else "no module was seen"),
+            ("accumulation_steps", "no framework that accumulates was used"),
+            (
+                "precision",
+                "no GradScaler was seen" if self._settings.get("precision") == "fp16" else "no module was seen",
+            ),
         ):
-            wanted = self._asked.get(name)
-            is_there = name == "precision" and wanted in ("fp32", "tf32")  # nothing lower was seen to undo
-            if wanted is not None and name not in done and not is_there:
-                missing.append(f"NOT set: {_WORDS.get(name, name)} {wanted}, since {why}")
+            value = self._settings.get(name)
+            is_default = name == "precision" and value in ("fp32", "tf32")  # nothing had to be changed for it
+            if value is not None and name not in names_set and not is_default:
+                missing.append(f"NOT set: {_FIELD_NAMES.get(name, name)} {value}, since {reason}")
         return missing
 
 
-def _text(fields: dict[str, Any]) -> str:
+def _description(fields: dict[str, Any]) -> str:
     name, was = fields["name"], fields["was"]
     before = "" if was is None or was == fields["value"] else f" (was {was})"
-    word = f"{_WORDS[name]} " if name in _WORDS else ""
+    word = f"{_FIELD_NAMES[name]} " if name in _FIELD_NAMES else ""
     path, _, line = fields["line"].rpartition(":")
     at = f" at {os.path.relpath(path)}:{line}" if path else ""
     return f"{word}{fields['value']}{before} in {fields['what']}{at}"
 
 
-def _controller(said: _Said, scaler: Any, *, path: str, device: str) -> Any:
-    """Return the controller that the script's scaler is turned into, None if it stays a GradScaler."""
-    own, attributes = type(scaler), dict(scaler.__dict__)
+def _convert_to_controller(report: _SettingReport, scaler: Any, *, path: str, device: str) -> Any:
+    """Convert the script's GradScaler in place to a PrecisionController and return it; None if that fails."""
+    original_class, attributes = type(scaler), dict(scaler.__dict__)
     try:
         from autotune_amp import PrecisionController, Recommendation
 
@@ -134,9 +139,9 @@ def _controller(said: _Said, scaler: Any, *, path: str, device: str) -> Any:
         scaler.__class__ = PrecisionController
         PrecisionController.__init__(scaler, config, device)
     except Exception as error:
-        scaler.__class__ = own
+        scaler.__class__ = original_class
         scaler.__dict__.clear()
         scaler.__dict__.update(attributes)
-        said.problem(f"GradScaler stays, since it cannot become a controller: {error}")
+        report.add_problem(f"GradScaler stays, since it cannot become a controller: {error}")
         return None
     return scaler

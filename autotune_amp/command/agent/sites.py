@@ -1,7 +1,7 @@
-"""Calls in the user's code that made the objects used in training: their places and the resulting values.
+"""Reporter of the calls in the user's code that create the objects used in training, as `Site` messages.
 
-The exact call is reported, not the line nearest to it: it is in the function that called the class, outside of the
-constructors of subclasses. For an object that a library made, the library is named in place of a call.
+A site is the exact call of the class, not one inside a subclass's constructor. For an object that a library creates,
+the library is named instead of a call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import where
 from .channel import Channel
 from .imports import after_import
 
-_ARGUMENTS = (
+_TRAINING_ARGUMENTS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "bf16",
@@ -33,31 +33,31 @@ _ARGUMENTS = (
 
 
 def watch(channel: Channel, observer: Any) -> None:
-    """Report the calls from here on, each once; torch has just been imported."""
-    sites = _Sites(channel)
-    sites.watch_loaders()
-    sites.watch_regions()
-    observer.passes.on_outermost.append(sites.forward)
-    sites.watch("scaler", GradScaler, ("step",), lambda scaler: {"enabled": scaler.is_enabled()})
+    """Hook into the classes whose calls are reported, each once; torch has just been imported."""
+    reporter = _SiteReporter(channel)
+    reporter.report_loaders()
+    reporter.report_regions()
+    observer.passes.on_outermost.append(reporter.report_forward)
+    reporter.watch("scaler", GradScaler, ("step",), lambda scaler: {"enabled": scaler.is_enabled()})
 
     @channel.shield
-    def tell(trainer: Any) -> None:
-        values = {name: getattr(trainer.args, name, None) for name in _ARGUMENTS}
-        sites.tell("training_arguments", trainer.args, values)
+    def report_arguments(trainer: Any) -> None:
+        values = {name: getattr(trainer.args, name, None) for name in _TRAINING_ARGUMENTS}
+        reporter.report("training_arguments", trainer.args, values)
 
-    def with_trainer(module: Any) -> None:
-        sites.note_made(module.TrainingArguments)
+    def hook_transformers(module: Any) -> None:
+        reporter.record_calls(module.TrainingArguments)
         train = module.Trainer.train
 
         @functools.wraps(train)
         def train_(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-            tell(trainer)
+            report_arguments(trainer)
             return train(trainer, *args, **kwargs)
 
         module.Trainer.train = train_
 
-    def with_lightning(module: Any) -> None:
-        sites.watch(
+    def hook_lightning(module: Any) -> None:
+        reporter.watch(
             "lightning_trainer",
             module.Trainer,
             ("fit",),
@@ -67,8 +67,8 @@ def watch(channel: Channel, observer: Any) -> None:
             },
         )
 
-    def with_accelerate(module: Any) -> None:
-        sites.watch(
+    def hook_accelerate(module: Any) -> None:
+        reporter.watch(
             "accelerator",
             module.Accelerator,
             ("backward",),
@@ -78,72 +78,72 @@ def watch(channel: Channel, observer: Any) -> None:
             },
         )
 
-    after_import("transformers.trainer", with_trainer)
-    after_import("accelerate.accelerator", with_accelerate)
-    after_import("lightning.pytorch.trainer.trainer", with_lightning)
-    after_import("pytorch_lightning.trainer.trainer", with_lightning)
+    after_import("transformers.trainer", hook_transformers)
+    after_import("accelerate.accelerator", hook_accelerate)
+    after_import("lightning.pytorch.trainer.trainer", hook_lightning)
+    after_import("pytorch_lightning.trainer.trainer", hook_lightning)
 
 
-class _Sites:
+class _SiteReporter:
+    """Recorder of call sites by object, which reports each site once."""
+
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._calls: dict[int, dict[str, Any]] = {}  # by the id of the object made
-        self._told: set[tuple[str, str]] = set()
-        self._num_regions = 0  # the user's regions that are entered now
+        self._calls: dict[int, dict[str, Any]] = {}  # call site by id of the created object
+        self._reported: set[tuple[str, str]] = set()
+        self._num_entered_regions = 0  # nesting depth of the user's autocast regions
 
-    def note_made(self, owner: Any) -> None:
-        """Remember the calls that make objects of the class `owner`."""
-        original, note = owner.__init__, self._channel.shield(self._note)
+    def record_calls(self, owner: Any) -> None:
+        """Record the call site of each new object of the class `owner`."""
+        original, record_call = owner.__init__, self._channel.shield(self._record_call)
 
         @functools.wraps(original)
         def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
-            note(self_)
+            record_call(self_)
             original(self_, *args, **kwargs)
 
         owner.__init__ = __init__
 
-    def _note(self, made: Any) -> None:
-        self._calls[id(made)] = _call(made)
+    def _record_call(self, instance: Any) -> None:
+        self._calls[id(instance)] = _call_site(instance)
 
     def watch(self, kind: str, owner: Any, uses: tuple[str, ...], values: Any) -> None:
-        """Report the objects of the class `owner` that are used, which means that one of the methods `uses` is called
-        on them.
-        """
-        self.note_made(owner)
+        """Report each object of the class `owner` once one of its methods `uses` is called, with `values(object)`."""
+        self.record_calls(owner)
         for name in uses:
-            setattr(owner, name, self._telling(kind, getattr(owner, name), values))
+            setattr(owner, name, self._with_report(kind, getattr(owner, name), values))
 
-    def _telling(self, kind: str, original: Any, values: Any) -> Any:
-        tell = self._channel.shield(lambda made: self.tell(kind, made, values(made)))
+    def _with_report(self, kind: str, original: Any, values: Any) -> Any:
+        report = self._channel.shield(lambda instance: self.report(kind, instance, values(instance)))
 
         @functools.wraps(original)
-        def used(self_: Any, *args: Any, **kwargs: Any) -> Any:
-            tell(self_)
+        def report_and_call(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            report(self_)
             return original(self_, *args, **kwargs)
 
-        return used
+        return report_and_call
 
-    def tell(self, kind: str, made: Any, values: dict[str, Any], call: dict[str, Any] | None = None) -> None:
-        """Report the call that made an object, unless its line was reported before."""
-        call = call or self._calls.get(id(made)) or _call(made)
-        if (kind, call["line"]) in self._told:
+    def report(self, kind: str, instance: Any, values: dict[str, Any], call: dict[str, Any] | None = None) -> None:
+        """Report the call that created an object, unless a call at that line was reported before."""
+        call = call or self._calls.get(id(instance)) or _call_site(instance)
+        if (kind, call["line"]) in self._reported:
             return
-        self._told.add((kind, call["line"]))
+        self._reported.add((kind, call["line"]))
         plain = {name: value if isinstance(value, (bool, int, str)) else None for name, value in values.items()}
-        self._channel.add("site", kind=kind, name=type(made).__name__, values=plain, **call)
+        self._channel.add("site", kind=kind, name=type(instance).__name__, values=plain, **call)
 
-    def forward(self, module: Any) -> None:
-        """Report the call of a module that is about to run in training and is not called by another module."""
+    def report_forward(self, module: Any) -> None:
+        """Report the call of an outermost module (one that no other module calls) in training."""
         device = next(module.parameters()).device.type
-        self.tell("forward", module, {"device": device}, _call(module))
+        self.report("forward", module, {"device": device}, _call_site(module))
 
-    def watch_loaders(self) -> None:
-        """Report each DataLoader when it is made, with its index and the id of its dataset."""
-        self.note_made(BatchSampler)
-        self._channel.after_init(dataloader.DataLoader, self._made_loader)
+    def report_loaders(self) -> None:
+        """Report each new DataLoader with its index and the id of its dataset."""
+        self.record_calls(BatchSampler)
+        self._channel.after_init(dataloader.DataLoader, self._report_loader)
 
-    def _made_loader(self, loader: Any) -> None:
-        call, sampler = _call(loader), self._calls.get(id(loader.batch_sampler))
+    def _report_loader(self, loader: Any) -> None:
+        call, sampler = _call_site(loader), self._calls.get(id(loader.batch_sampler))
         has_own = sampler is not None and not sampler["maker"]
         self._channel.add(
             "site",
@@ -158,44 +158,44 @@ class _Sites:
             **(sampler if sampler is not None and has_own else call),
         )
 
-    def watch_regions(self) -> None:
-        """Report the outermost autocast regions that training enters, disabled ones too."""
-        self.note_made(autocast)
+    def report_regions(self) -> None:
+        """Report the outermost autocast regions that training enters, also disabled ones."""
+        self.record_calls(autocast)
         region_class: Any = autocast
-        enter, leave = region_class.__enter__, region_class.__exit__
-        entering, leaving = self._channel.shield(self._entering), self._channel.shield(self._leaving)
+        original_enter, original_exit = region_class.__enter__, region_class.__exit__
+        on_enter, on_exit = self._channel.shield(self._on_enter), self._channel.shield(self._on_exit)
 
-        @functools.wraps(enter)
+        @functools.wraps(original_enter)
         def __enter__(region: Any) -> Any:
-            entering(region)
-            return enter(region)
+            on_enter(region)
+            return original_enter(region)
 
-        @functools.wraps(leave)
+        @functools.wraps(original_exit)
         def __exit__(region: Any, *args: Any) -> Any:
-            leaving(region)
-            return leave(region, *args)
+            on_exit(region)
+            return original_exit(region, *args)
 
         region_class.__enter__, region_class.__exit__ = __enter__, __exit__
 
-    def _entering(self, region: Any) -> None:
+    def _on_enter(self, region: Any) -> None:
         call = self._calls.get(id(region))
         if call is None or call["maker"]:
             return
-        if self._num_regions == 0 and torch.is_grad_enabled():
+        if self._num_entered_regions == 0 and torch.is_grad_enabled():
             dtype = str(region.fast_dtype).replace("torch.", "")
-            self.tell("autocast", region, {"device": region.device, "dtype": dtype, "enabled": region._enabled})
-        self._num_regions += 1
+            self.report("autocast", region, {"device": region.device, "dtype": dtype, "enabled": region._enabled})
+        self._num_entered_regions += 1
 
-    def _leaving(self, region: Any) -> None:
+    def _on_exit(self, region: Any) -> None:
         call = self._calls.get(id(region))
         if call is not None and not call["maker"]:
-            self._num_regions -= 1
+            self._num_entered_regions -= 1
 
 
-def _call(made: Any) -> dict[str, Any]:
-    """Return the place where `made` is called or being made, outside of the functions of its own class."""
+def _call_site(instance: Any) -> dict[str, Any]:
+    """Return the fields of `Site` for the running call that creates or calls `instance`, outside of its own methods."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename.startswith(where.HERE) or _is_of(frame, made)):
+    while frame is not None and (frame.f_code.co_filename.startswith(where.HERE) or _is_method_of(frame, instance)):
         frame = frame.f_back
     if frame is None or where.is_library(frame.f_code.co_filename):
         maker = "?" if frame is None else str(frame.f_globals.get("__name__"))
@@ -203,32 +203,32 @@ def _call(made: Any) -> dict[str, Any]:
     return {
         "line": f"{frame.f_code.co_filename}:{frame.f_lineno}",
         "maker": "",
-        "end": _end(frame),
-        "parameters": _parameters(type(made)),
+        "end": _call_end(frame),
+        "parameters": _positional_parameters(type(instance)),
     }
 
 
-def _is_of(frame: FrameType, made: Any) -> bool:
-    """Whether the frame is that of a method of `made`, or of a library's decorator around one."""
+def _is_method_of(frame: FrameType, instance: Any) -> bool:
+    """Whether the frame is that of a method of `instance`, or of a library's decorator around one."""
     names = frame.f_code.co_varnames
     if not names or (names[0] != "self" and not where.is_library(frame.f_code.co_filename)):
         return False
     first = frame.f_locals.get(names[0])
-    return first is made or (isinstance(first, tuple) and bool(first) and first[0] is made)
+    return first is instance or (isinstance(first, tuple) and bool(first) and first[0] is instance)
 
 
-def _end(frame: FrameType) -> tuple[int, int] | None:
-    """Return the line and column at which the running call ends, None before Python 3.11 or if it is not known."""
+def _call_end(frame: FrameType) -> tuple[int, int] | None:
+    """Return the line and column at which the running call ends; None before Python 3.11 or if unknown."""
     if sys.version_info < (3, 11):
         return None
     positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     return None if positions[1] is None or positions[3] is None else (positions[1], positions[3])
 
 
-def _parameters(owner: Any) -> tuple[str, ...]:
+def _positional_parameters(owner: Any) -> tuple[str, ...]:
     """Return the names of a class's positional arguments, in order."""
     try:
-        found = inspect.signature(owner).parameters.values()
+        parameters = inspect.signature(owner).parameters.values()
     except (TypeError, ValueError):
         return ()
-    return tuple(each.name for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
+    return tuple(each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))

@@ -1,4 +1,4 @@
-"""Callers of the running code, and the rank of this process."""
+"""Position in the user's code from which the running code was called, and the rank of this process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 HERE = os.path.dirname(os.path.abspath(__file__))
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
-# Files between a user's call and the deprecated classes of torch.cuda.amp: these classes, and the warning about them.
-_BETWEEN = (
+# Files whose frames lie between a user's call and torch's AMP classes: torch's deprecated subclasses in torch.cuda.amp,
+# and the decorator that warns about them.
+_TORCH_WRAPPERS = (
     *(os.path.join("amp", name) for name in ("autocast_mode.py", "grad_scaler.py")),
     "typing_extensions.py",
     "warnings.py",
@@ -29,12 +30,14 @@ def frames(depth: int = 1) -> Iterator[FrameType]:
 
 
 def is_library(path: str) -> bool:
-    """Whether the code of a file is not the user's own."""
+    """Whether a source file belongs to the standard library, an installed package or the agent, not to the user."""
     return path.startswith((*_LIBRARIES, HERE, "<")) or "site-packages" in path or "dist-packages" in path
 
 
 def user_line() -> str:
-    """Return ``path:line`` of the innermost code that is no library or is the main program; "" if there is none."""
+    """Return ``path:line`` of the innermost running line of the user's code or of the main program; "" if there is
+    none.
+    """
     for frame in frames(2):
         if not is_library(frame.f_code.co_filename) or frame.f_globals.get("__name__") == "__main__":
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -42,22 +45,22 @@ def user_line() -> str:
 
 
 def maker() -> str:
-    """Return ``file:function:line`` of the code that called torch, which may be a framework: the same in every run of a
-    command.
+    """Return ``file:function:line`` of the code that called torch, the user's or a framework's. It identifies the call
+    in every run of a command.
     """
-    frame = _torchs_caller()
+    frame = _frame_calling_torch()
     if frame is None:
         return ""
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_code.co_name}:{frame.f_lineno}"
 
 
 def maker_module() -> str:
-    """Return the name of the module that called torch."""
-    frame = _torchs_caller()
+    """Return the name of the module that called torch, "" if there is none."""
+    frame = _frame_calling_torch()
     return "" if frame is None else str(frame.f_globals.get("__name__", ""))
 
 
-def _torchs_caller() -> FrameType | None:
+def _frame_calling_torch() -> FrameType | None:
     for frame in frames(3):
         path = frame.f_code.co_filename
         if f"{os.sep}torch{os.sep}" not in path and not path.startswith((HERE, "<")):
@@ -66,19 +69,22 @@ def _torchs_caller() -> FrameType | None:
 
 
 def is_called_by_user(depth: int = 2) -> bool:
-    """Whether the function that calls this one was called by code that is no library, apart from torch's own
-    subclasses.
+    """Whether the function that calls this one was itself called from the user's code, directly or through torch's
+    deprecated subclasses.
     """
     for frame in frames(depth + 1):
         path = frame.f_code.co_filename
-        if not path.startswith(HERE) and not path.endswith(_BETWEEN):
+        if not path.startswith(HERE) and not path.endswith(_TORCH_WRAPPERS):
             return not is_library(path)
     return False
 
 
 def rank() -> dict[str, Any]:
-    """Return rank, world size and local rank: those of torch's process group, else those given by a launcher."""
-    step = _number("SLURM_STEP_NUM_TASKS", 0)  # set by srun; this is its task unless another launcher made the ranks
+    """Return rank, world size and local rank: of torch's process group if initialized, else from the launcher's
+    environment variables (torchrun, Slurm).
+    """
+    # Set by srun, whose tasks are the ranks unless a launcher inside sets WORLD_SIZE too.
+    step = _number("SLURM_STEP_NUM_TASKS", 0)
     local = _number("LOCAL_RANK", _number("SLURM_LOCALID", 0) if step else 0)
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

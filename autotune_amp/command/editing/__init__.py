@@ -1,1 +1,1 @@
-"""Recommendations written into a training script: the edits, and the run of an edited copy that verifies them."""
+"""Write a recommendation into a training script: make the edits, and verify them by running an edited copy."""
