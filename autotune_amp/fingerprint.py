@@ -2,8 +2,10 @@
 
 It covers the source files of the user's code and of all modules that it imports; loaded functions and the variables
 that they name; shapes, dtypes and settings of live objects; options, device, environment and versions of libraries. It
-does not cover values of tensors, states of random generators, folders, and files that a factory opens. Objects are
-hashed by their pickled content; those that cannot be pickled (a lock, an open file) are listed as unknown.
+does not cover values of tensors, states of random generators, folders, files that a factory opens, attributes whose
+names are computed, and functions that a program puts into a library's module. Objects are hashed by the content that
+pickle would write, so an object's own ``__reduce__`` may run; those that cannot be pickled (a lock, an open file) are
+listed as unknown.
 """
 
 from __future__ import annotations
@@ -26,7 +28,16 @@ from importlib.util import resolve_name
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -188,15 +199,47 @@ class FingerprintBuilder:
         self._name = ""
         self._files: set[Path] = set()
         self._hashes: dict[int, tuple[object, bytes]] = {}  # keeps objects alive, so that no id is reused
-        self.num_tensors = 0  # number of tensors in this part, to recognise tied weights
+        # Functions and classes that can be found by name are hashed one by one, so that neither a long chain of calls
+        # nor the order in which a cycle is entered matters: the hash of each, and what it refers to in turn.
+        self._definitions: dict[int, tuple[object, bytes, list[Any]]] = {}
+        self._links: list[Any] = []
+        self.num_tensors = 0  # number of tensors hashed so far, to recognise tied weights
 
     def add(self, name: str, obj: object) -> None:
         """Add a part for an object and all that is reached from it."""
-        self._name, self._hashes, self.num_tensors = name, {}, 0
+        self._name = name
+        content, pending = self._content(self.hash, obj)
+        definitions: dict[int, bytes] = {}
+        while pending:
+            definition = pending.pop()
+            if id(definition) in definitions:
+                continue
+            if id(definition) not in self._definitions:
+                self._definitions[id(definition)] = definition, *self._content(self._hash_definition, definition)
+            _, definitions[id(definition)], links = self._definitions[id(definition)]
+            pending += links
+        self.parts[name] = _hex(self.node("part", content, *definitions.values(), ordered=False))
+
+    def _content(self, hash_object: Callable[[Any], bytes], obj: Any) -> tuple[bytes, list[Any]]:
+        """Return the hash of an object, and the functions and classes that it refers to by name."""
+        self._hashes, self._links, self.num_tensors = {}, [], 0
+        return hash_object(obj), self._links
+
+    def _hash_definition(self, definition: Any) -> bytes:
+        return (_hash_class_content if isinstance(definition, type) else _hash_function_content)(self, definition)
+
+    def link(self, label: str, definition: Any) -> bytes | None:
+        """Return the hash of the name of a user's function or class, whose content is hashed apart; None if its module
+        has another object, or none, of that name.
+        """
         try:
-            self.parts[name] = _hex(self.hash(obj))
-        except Exception as error:  # pickling may run any code; objects may be nested too deeply
-            self.add_unknown(obj, f"cannot be read ({type(error).__name__}: {error})")
+            found = _without_hooks(attrgetter(definition.__qualname__)(sys.modules[definition.__module__]))
+        except (AttributeError, KeyError):  # e.g. a nested function
+            return None
+        if found is not definition:
+            return None
+        self._links.append(definition)
+        return self.node("link", label, definition.__qualname__)
 
     def add_unknown(self, obj: object, why: str) -> bytes:
         """Record that `obj` cannot be compared, with the reason `why`, and return the hash that stands for it."""
@@ -206,11 +249,15 @@ class FingerprintBuilder:
     def hash(self, obj: Any) -> bytes:
         """Return the hash of any object, equal in every process: addresses, ``hash()`` and set order do not count."""
         cls: type = type(obj)
-        if cls in _ATOMS:
-            return marshal.dumps(obj, 0)  # version 0 has no references and no interned strings
-        if id(obj) not in self._hashes:
-            self._hashes[id(obj)] = (obj, b"cycle")  # for objects below it that refer back to it
-            self._hashes[id(obj)] = (obj, _hash_method(cls)(self, obj))
+        try:
+            if cls in _ATOMS:
+                return marshal.dumps(obj, 0)  # version 0 has no references and no interned strings
+            if id(obj) not in self._hashes:
+                self._hashes[id(obj)] = (obj, b"cycle")  # for objects below it that refer back to it
+                self._hashes[id(obj)] = (obj, _hash_method(cls)(self, obj))
+        except Exception as error:  # pickling may run any code; objects may be nested too deeply
+            why = f"cannot be read ({type(error).__name__}: {error})"
+            self._hashes[id(obj)] = (obj, self.add_unknown(obj, why))
         return self._hashes[id(obj)][1]
 
     def node(self, tag: str, *values: Any, ordered: bool = True) -> bytes:
@@ -218,14 +265,18 @@ class FingerprintBuilder:
         children = map(self.hash, values) if ordered else sorted(map(self.hash, values))
         return hashlib.sha256(b"".join([tag.encode(), *[b":%d:%b" % (len(c), c) for c in children]])).digest()
 
-    def add_source(self, module: str, file: str | None) -> str | None:
-        """Add the version of a library, or a user's source file and all that it imports; return its `user_label`."""
+    def add_source(self, module: str, file: str | None, package: str | None = None) -> str | None:
+        """Add the version of a library, or a user's source file and all that it imports; return its `user_label`.
+
+        `package` is what the file's relative imports are relative to, if the name of the module does not say it.
+        """
         root, label = module.partition(".")[0], user_label(module, file)
         if label is None and root not in sys.stdlib_module_names:
             installed_version = version(root)
-            self.parts[f"version of {root if installed_version else module}"] = (
-                f"={installed_version}" if installed_version or not file else file_digest(file)
-            )
+            with suppress(OSError):  # a library without a version, and a file that cannot be read
+                self.parts[f"version of {root if installed_version else module}"] = (
+                    f"={installed_version}" if installed_version or not file else file_digest(file)
+                )
         if label is None or file is None or (path := Path(file).absolute()) in self._files:
             return label
         self._files.add(path)
@@ -233,8 +284,8 @@ class FingerprintBuilder:
         try:
             self.parts[name] = self.parts.get(name, "") + file_digest(file)  # two files may have one label
             if file.endswith(".py"):
-                package = module if Path(file).stem == "__init__" else module.rpartition(".")[0]
-                self.add_imports(Path(file).read_text("utf-8", "replace"), package)
+                parent = module if Path(file).stem == "__init__" else module.rpartition(".")[0]
+                self.add_imports(Path(file).read_text("utf-8", "replace"), package or parent)
         except OSError as error:
             self.unknown[f"{name} cannot be known: {error.strerror}"] = None
         return label
@@ -250,8 +301,9 @@ class FingerprintBuilder:
         """Add a module, given by its globals or its name, and return the label of a user's module, else None."""
         if isinstance(module, str):
             module = vars(sys.modules[module]) if module in sys.modules else {"__name__": module}
-        name, file = (value if type(value) is str else None for value in map(module.get, ("__name__", "__file__")))
-        return self.add_source(name or "?", file)
+        names = map(module.get, ("__name__", "__file__", "__package__"))
+        name, file, package = (value if type(value) is str else None for value in names)
+        return self.add_source(name or "?", file, package)
 
 
 def _class_name(cls: type) -> str:
@@ -283,30 +335,43 @@ def _hash_pickled(builder: FingerprintBuilder, obj: Any) -> bytes:
 
 def _counted_attributes(cls: type, named: Mapping[str, Any]) -> list[Any]:
     """Return names and values of the attributes of an object that identify it, in the order of their names."""
+    bases = set(map(_class_name, cls.__mro__))
+    left_out = {name for base in bases for name in _IGNORED_ATTRIBUTES.get(base, ())}
+    is_live = not bases.isdisjoint(_LIVE)
     counted: list[Any] = []
-    left_out = {name for base in cls.__mro__ for name in _IGNORED_ATTRIBUTES.get(_class_name(base), ())}
     for name in sorted(named.keys() - left_out, key=str):
         value = named[name]
-        if "_hooks" in name and isinstance(value, dict):
+        if is_live and name.endswith("_hooks") and isinstance(value, dict):
             counted += [name, list(value.values())] if value else []  # the keys count all hooks of the process
-        elif name in ("_parameters", "_buffers", "_modules"):
+        elif is_live and name in ("_parameters", "_buffers", "_modules"):
             counted += [name, list(value.items())]  # in their order
-        elif name == "param_groups":
+        elif is_live and name == "param_groups":
             counted += [name, [{**group, "params": len(group["params"])} for group in value]]
         else:
             counted += [name, value]
     return counted
 
 
+def _without_hooks(obj: Any) -> Any:
+    """Return `obj`, or the `step` of an optimizer class that torch has wrapped when the first instance was made."""
+    return vars(obj)["__wrapped__"] if isinstance(obj, FunctionType) and "hooked" in vars(obj) else obj
+
+
 def _hash_function(builder: FingerprintBuilder, function: FunctionType) -> bytes:
-    """Return the hash of a function: a library function by its name, a user's by its code and its variables."""
-    if "hooked" in vars(function):  # torch wraps an optimizer class's `step` when its first instance is made
-        return builder.hash(vars(function)["__wrapped__"])
-    label, code = builder.add_module(function.__globals__), function.__code__
+    """Return the hash of a function: one that its module has by its name, for a user's also its content apart."""
+    if (inner := _without_hooks(function)) is not function:
+        return builder.hash(inner)
+    label = builder.add_module(function.__globals__)
     if label is None and builder.add_module(function.__module__) is None:  # else it wraps a user's function
         with suppress(AttributeError):  # e.g. a nested function
             if attrgetter(function.__qualname__)(sys.modules.get(function.__module__)) is function:
                 return builder.node("library", function.__module__, function.__qualname__)
+    return (label and builder.link(label, function)) or _hash_function_content(builder, function)
+
+
+def _hash_function_content(builder: FingerprintBuilder, function: FunctionType) -> bytes:
+    """Return the hash of a function's code, its variables, and for a user's function the globals that it names."""
+    label, code = builder.add_module(function.__globals__), function.__code__
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]  # some are empty
     identity = (code, *_global_variables(builder, function)) if label else (function.__module__, code.co_name)
     attributes = {name: value for name, value in vars(function).items() if name != "__wrapped__"}
@@ -356,12 +421,32 @@ def _hash_class(builder: FingerprintBuilder, cls: type) -> bytes:
     """Return the hash of a class: a library class by its name, a user's by bases, metaclass and members."""
     if (label := builder.add_module(cls.__module__)) is None:
         return builder.node("library", cls.__module__, cls.__qualname__)
+    return builder.link(label, cls) or _hash_class_content(builder, cls)
+
+
+def _hash_class_content(builder: FingerprintBuilder, cls: type) -> bytes:
+    """Return the hash of a user's class: its name, bases, metaclass and members."""
     members = {
         name: value
         for name, value in vars(cls).items()
-        if isinstance(value, (FunctionType, *_WRAPPERS)) or not (name.startswith("__") or name == "_abc_impl")
+        if isinstance(value, (FunctionType, *_WRAPPERS))
+        or not (name.startswith("__") or name == "_abc_impl" or isinstance(value, _SLOTS))
     }
+    label = builder.add_module(cls.__module__)
     return builder.node("class", label, cls.__qualname__, type(cls), cls.__bases__, members)
+
+
+def _hash_set(builder: FingerprintBuilder, obj: Any) -> bytes:
+    """Return the hash of an object of a subclass of set or frozenset."""
+    attributes = _counted_attributes(type(obj), getattr(obj, "__dict__", {}))
+    return builder.node("set", type(obj), _hash_container(builder, obj), attributes)
+
+
+def _hash_array(builder: FingerprintBuilder, array: Any) -> bytes:
+    """Return the hash of a NumPy array's type and shape, and of some elements if these are Python objects."""
+    step = -(-array.size // NUM_SAMPLED) if array.size > MAX_ELEMENTS else 1
+    elements = array.reshape(-1)[::step].tolist() if array.dtype.hasobject else []
+    return builder.node("array", type(array), str(array.dtype), array.shape, elements)
 
 
 def _hash_tensor(builder: FingerprintBuilder, tensor: Any) -> bytes:
@@ -382,6 +467,9 @@ def _hash_compiled(builder: FingerprintBuilder, module: Any) -> bytes:
     return builder.node("compiled", module._orig_mod, plain, settings.get("fullgraph"), settings.get("_dynamic"))
 
 
+# Attributes of a class that its own code or a C extension makes for its slots.
+_SLOTS = (GetSetDescriptorType, MemberDescriptorType)
+_LIVE = ("torch.nn.modules.module.Module", "torch.optim.optimizer.Optimizer")
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, functools._lru_cache_wrapper, MethodType)
 # Functions that hash an object, by the name of its class or a base class: names, so that no library is imported.
@@ -389,6 +477,8 @@ _HASH_METHODS: dict[str, Callable[[FingerprintBuilder, Any], bytes]] = {
     **{f"exactly builtins.{kind}": _hash_container for kind in ("list", "tuple", "set", "frozenset", "dict")},
     **dict.fromkeys(map(_class_name, _WRAPPERS), _hash_wrapper),
     "builtins.mappingproxy": _hash_container,
+    "builtins.set": _hash_set,
+    "builtins.frozenset": _hash_set,
     "builtins.function": _hash_function,
     "builtins.code": _hash_code,
     "builtins.type": _hash_class,
@@ -401,13 +491,13 @@ _HASH_METHODS: dict[str, Callable[[FingerprintBuilder, Any], bytes]] = {
         ("os._Environ", "random.Random", "numpy.random._generator.Generator", "numpy.random.mtrand.RandomState"),
         lambda builder, obj: builder.hash(type(obj)),
     ),
-    "numpy.ndarray": lambda builder, obj: builder.node("array", type(obj), str(obj.dtype), obj.shape),
+    "numpy.ndarray": _hash_array,
     "datasets.arrow_dataset.Dataset": lambda builder, obj: builder.node(
         "dataset", obj._fingerprint
     ),  # a hash of its content
     "torch.Tensor": _hash_tensor,
     **dict.fromkeys(
-        ("torch.nn.modules.module.Module", "torch.optim.optimizer.Optimizer"),
+        _LIVE,
         lambda builder, obj: builder.node("live", type(obj), *_counted_attributes(type(obj), vars(obj))),
     ),
     "torch.nn.parallel.distributed.DistributedDataParallel": lambda builder, obj: builder.hash(obj.module),

@@ -4,6 +4,7 @@ import _thread
 import copy
 import functools
 import importlib
+import importlib.util
 import linecache
 import logging
 import os
@@ -289,3 +290,44 @@ def test_a_library_without_a_version_counts_by_its_file(tmp_path: Path, monkeypa
     now = parts_of(work)
     assert {name for name in now if now[name] != before[name]} == {"version of unversioned"}
     del sys.modules["unversioned"]
+
+
+class Words(set[str]):
+    """A vocabulary."""
+
+
+def test_a_long_chain_of_calls_counts_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = "".join(f"def f{number}(x):\n    return f{number + 1}(x)\n" for number in range(600))
+    path = tmp_path / "a_long_chain.py"
+    path.write_text(f"{calls}def f600(x):\n    return x\n")
+    spec = importlib.util.spec_from_file_location("a_long_chain", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "a_long_chain", module)
+    spec.loader.exec_module(module)
+    before = parts_of(module.f0)
+    module.f600.__code__ = (lambda x: x + 1).__code__
+    assert parts_of(module.f0) != before
+
+
+def test_words_of_a_subclass_of_set_have_no_order() -> None:
+    words = [f"word{number}" for number in range(50)]
+    assert parts_of(Words(words)) == parts_of(Words(reversed(words)))
+    assert parts_of(Words(words)) != parts_of(Words(words[1:]))
+
+
+def test_the_objects_in_an_array_count() -> None:
+    short, long = numpy.empty(2, object), numpy.empty(2, object)
+    short[:], long[:] = [[1], [2, 3]], [[1], [2, 3, 4]]
+    assert parts_of(short) != parts_of(long)
+
+
+def test_attributes_with_names_of_torch_count_as_others_do() -> None:
+    class Prefetcher:
+        def __init__(self, buffers: Any, hook: str) -> None:
+            self._buffers, self.grad_hooks = buffers, {hook: 1}
+
+    assert workload_parts(SimpleNamespace(data=Prefetcher([None, None], "encoder")))[1] == ()
+    assert parts_of(Prefetcher([1], "encoder")) != parts_of(Prefetcher([1], "decoder"))
+    assert parts_of(Prefetcher([1], "encoder")) != parts_of(Prefetcher([2], "encoder"))
