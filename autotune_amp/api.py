@@ -114,9 +114,9 @@ def recommend_config(
             try:
                 recommendation = search(source, options, shown_progress, is_fresh=fresh, is_rerun=launch.is_rerun)
             except (NothingWorksError, SearchInterruptedError):
-                keep_report(Path(out, study or source.name), shown_progress.note, warn)
+                update_report(Path(out, study or source.name), shown_progress.note, warn)
                 raise
-            keep_report(Path(out, recommendation.search.study), shown_progress.note, warn)
+            update_report(Path(out, recommendation.search.study), shown_progress.note, warn)
             return recommendation
 
     return answer_on_first(run_search, launch, budget)

@@ -37,11 +37,11 @@ def show(
     path = find_study_file(folder, "recommendation.json")
     recommendation = Recommendation.load(path)
     if any(option_value is not None for option_value in (objective, steps, samples, price_per_hour)):
-        from autotune_amp.search.answer.decide import ranked_again
+        from autotune_amp.search.answer.decide import rerank_with_options
         from autotune_amp.search.options import SearchOptions
 
         recommendation.options_as(SearchOptions)  # raises if the saved options are damaged
-        recommendation = ranked_again(recommendation, path, objective, steps, samples, price_per_hour)
+        recommendation = rerank_with_options(recommendation, path, objective, steps, samples, price_per_hour)
     return recommendation_output(recommendation, as_json, path)
 
 

@@ -36,8 +36,8 @@ class FrozenPair(Job[Fidelity], frozen=True, kw_only=True):
     steps: tuple[tuple[FrozenStep, ...], ...]
     losses: tuple[tuple[float, ...], tuple[float, ...]]
 
-    def run(self, context: Any, tell: Tell) -> Fidelity:  # noqa: ARG002 - it takes no steps to tell of
-        """Compare the gradients and return the fidelity; see `numerics.frozen.fidelity_from_gradients`."""
+    def run(self, context: Any, tell: Tell) -> Fidelity:  # noqa: ARG002 - it reports no progress
+        """Compare the gradients and return the fidelity; see `numerics.frozen.judge_frozen`."""
         import torch
 
         from autotune_amp.numerics.frozen import fidelity_from_gradients

@@ -41,9 +41,9 @@ def is_enough(events: RunEvents, trial: Trial, began: float) -> bool:
         return False
     rank, intervals = slowest
     low, high = trial.num_steps
-    num_steps = sum(one.num_steps for one in intervals)
-    measuring_seconds = sum(one.step_seconds * one.num_steps for one in intervals)
-    why = stop_reason(
+    num_steps = sum(interval.num_steps for interval in intervals)
+    measuring_seconds = sum(interval.step_seconds * interval.num_steps for interval in intervals)
+    reason = stop_reason(
         trial,
         [interval.step_seconds for interval in intervals],
         is_whole=num_steps >= low,

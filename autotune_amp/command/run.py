@@ -48,10 +48,12 @@ def command_to_start(
     config, workload = recommendation.config, recommendation.workload
     searched = recommendation.command_template
     files = [file for file in (searched.files if searched else ()) if any(file in argument for argument in command)]
-    given = CommandTemplate.of(command, values=searched.values if searched else {}, files=files)
-    arguments, _ = given.of_setting(config, str(path.parent))
-    left = [name for name, each in given.placeholders.items() if name in TRIAL_PLACEHOLDERS and each.today is None]
-    if left:
+    template = CommandTemplate.of(command, values=searched.values if searched else {}, files=files)
+    arguments, _ = template.of_setting(config, str(path.parent))
+    unfilled = [
+        name for name, each in template.placeholders.items() if name in TRIAL_PLACEHOLDERS and each.today is None
+    ]
+    if unfilled:
         raise InvalidRequestError(
             f"The command has {{{unfilled[0]}}}, which no recommendation fills.",
             f"Write a value in place of {{{unfilled[0]}}}.",

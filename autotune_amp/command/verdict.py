@@ -51,11 +51,11 @@ def verdict(
     """Return "measured", or the failure of the run, or None to let it continue. `is_enough`: enough steps are
     measured.
     """
-    if refused := heard.first(Refused):
-        return _of_refused(refused)
-    if _is_fatal(heard, seen):
-        return causing_failure(_of_errors(heard, seen))
-    for rank in heard.ranks.values():
+    if refused := events.first(Refused):
+        return _refusal_failure(refused)
+    if _is_fatal(events, state):
+        return causing_failure(_error_failures(events, state))
+    for rank in events.ranks.values():
         num_ooms = max((step.num_ooms for step in rank.steps), default=0)
         if failure := judge(RunEvidence(num_ooms=num_ooms)):
             return failure_of_rank(failure, rank.rank, rank.world)
@@ -202,19 +202,19 @@ def _timeout_failure(events: RunEvents, state: RunState, deadlines: Deadlines) -
         message = f"no step for {step:.0f} s, after step {events.num_steps}"
     else:
         return None
-    if heard.of(Error) and not heard.ranks:
-        return causing_failure(_of_errors(heard, seen))
-    if not heard.ranks:
-        message += f": {_unseen(heard)}"
-    elif not heard.is_whole:
-        message += f"; {_heard_ranks(heard)}"
-    if not heard.of(Hello):
-        return Failure(kind="workload_error", message=message, details=_tail(seen))
-    silent = heard.silent if heard.world > 1 else []
-    if 0 < len(silent) < len(heard.rank_by_pid):
-        message += "; " + " and ".join(f"rank {heard.rank_by_pid[pid]}" for pid in sorted(silent)) + " hangs"
-    output = _stacks(heard, silent) or _tail(seen)
-    return _judged(RunEvidence(overdue=message, output=output, is_loading=is_loading))
+    if events.of(Error) and not events.ranks:
+        return causing_failure(_error_failures(events, state))
+    if not events.ranks:
+        message += f": {_reason_without_steps(events)}"
+    elif not events.has_all_ranks:
+        message += f"; {_num_reporting_ranks(events)}"
+    if not events.of(Hello):
+        return Failure(kind="workload_error", message=message, details=_tail(state))
+    silent = events.silent_pids if events.world > 1 else []
+    if 0 < len(silent) < len(events.rank_by_pid):
+        message += "; " + " and ".join(f"rank {events.rank_by_pid[pid]}" for pid in sorted(silent)) + " hangs"
+    output = _stacks(events, silent) or _tail(state)
+    return _judge_ended(RunEvidence(overdue=message, output=output, is_loading=is_loading))
 
 
 def _reason_without_steps(events: RunEvents) -> str:

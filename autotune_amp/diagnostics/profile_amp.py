@@ -290,7 +290,7 @@ def run_profile(
     progress.work_started(None)
     hidden = "steps cannot be profiled"
     advice = "Give a Workload, or search the command: it measures what mixed precision gains."
-    with loaded(source, watcher, clock.left(), hidden=hidden, next_step=advice) as backend:
+    with loaded_backend(source, watcher, clock.left(), hidden=hidden, next_step=advice) as backend:
         opened = open_workload(backend, source, device, watcher)
         progress.found_hardware(opened.hardware)
         requested = _precisions_to_profile(precisions, opened.hardware)

@@ -201,7 +201,7 @@ class Server:
 
 def _has_index(device: str) -> bool:
     """Whether the device has an index: "cuda" means it only after making it current, which starts its driver."""
-    return bool(parse(device)[1])
+    return bool(parse_device_name(device)[1])
 
 
 # -- priority of a standby process -------------------------------------------------------------------------------------

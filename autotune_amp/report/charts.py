@@ -232,7 +232,7 @@ def _ring(name: str, config: AmpConfig, speed: float, interval: tuple[float, flo
     # A wide interval would stretch the axis and flatten all measurements.
     low, high = (speed, speed) if interval is None or is_wide(interval) else interval
     landing = [] if interval is None else [new_run_line(interval)]
-    hover = said(f"{name}: {Setting.of(config)}", rate(speed), *landing)
+    hover = hover_label(f"{name}: {Setting.of(config)}", rate(speed), *landing)
     whiskers = {"type": "data", "symmetric": False, "array": [high - speed], "arrayminus": [speed - low]}
     return marker_trace(name, [config.batch_size], [speed], [hover], error_y=whiskers, marker=_ROLE_MARKERS[name])
 

@@ -93,20 +93,22 @@ class ChosenCalibration(NamedTuple):
 def chosen_calibration(recommendation: Recommendation, records: Sequence[Record]) -> ChosenCalibration | str:
     """Return the calibration of the recommended config, else the last one, else a clause with the reason for none."""
     config, evidence = recommendation.config, recommendation.evidence.loss_scale
-    known = loss_scales.calibrated(records, DEFAULT_NUM_STEPS if evidence is None else evidence.num_steps)
-    own = numerics_of(config)
-    for key in (*filter(own.__eq__, known), *reversed(known)):
-        found = known[key]
-        if isinstance(found, Scales):
-            scale = config.loss_scale if key == own else None
-            pair = found.best if scale is None else (scale.init_scale, scale.growth_interval)
-            return Calibrated(found, pair, f"fp16 batch {key.batch_size}")
-    for key, answer in known.items():
-        why = answer.reason if isinstance(answer, MissingCalibration) else answer.refusal
-        return f"fp16 batch {key.batch_size} has no loss scale: {why}"
-    everywhere = [e.reason for e in recommendation.excluded if e.precision == "fp16" and e.batch_size is None]
-    why = everywhere[0].rstrip(".") if everywhere else "no fp16 setting was calibrated"
-    return f"fp16 was not calibrated: {why}"
+    calibrations = loss_scales.calibration_results(
+        records, DEFAULT_NUM_STEPS if evidence is None else evidence.num_steps
+    )
+    config_key = numerics_of(config)
+    for key in (*filter(config_key.__eq__, calibrations), *reversed(calibrations)):
+        calibration = calibrations[key]
+        if isinstance(calibration, Scales):
+            scale = config.loss_scale if key == config_key else None
+            parameters = calibration.best if scale is None else (scale.init_scale, scale.growth_interval)
+            return ChosenCalibration(calibration, parameters, f"fp16 batch {key.batch_size}")
+    for key, answer in calibrations.items():
+        reason = answer.reason if isinstance(answer, MissingCalibration) else answer.refusal
+        return f"fp16 batch {key.batch_size} has no loss scale: {reason}"
+    reasons = [e.reason for e in recommendation.excluded if e.precision == "fp16" and e.batch_size is None]
+    reason = reasons[0].rstrip(".") if reasons else "no fp16 setting was calibrated"
+    return f"fp16 was not calibrated: {reason}"
 
 
 def gradients(recommendation: Recommendation, calibration: ChosenCalibration | str) -> FigureOrReason:
@@ -155,10 +157,13 @@ def predicted_loss_scale(calibration: ChosenCalibration | str) -> FigureOrReason
     )
     for name, pair in pairs.items():
         is_chosen = name == "chosen"
-        course = calibration.scales.course(pair, is_bounded=is_chosen)
-        skipped = [stretch for stretch in course if stretch.skip is not None]
+        scale_stretches = calibration.scales.scale_stretches(pair, is_bounded=is_chosen)
+        skipped = [stretch for stretch in scale_stretches if stretch.skip is not None]
         color, dash = (PRECISION_STYLES["fp16"].color, "solid") if is_chosen else ("var(--muted)", "dash")
-        x, y = [stretch.first_step for stretch in course], [_log2(stretch.scale) for stretch in course]
+        x, y = (
+            [stretch.first_step for stretch in scale_stretches],
+            [_log2(stretch.scale) for stretch in scale_stretches],
+        )
         scale = line_trace(
             f"{name}: {count(len(skipped), 'skip')}",
             [*x, end],

@@ -233,8 +233,10 @@ def python_lines(recommendation: Recommendation, path: str) -> list[str]:
         return [*loader, f"amp = {load}", *prepare_lines, "train_step(state, batch, amp)"]
     loop = explain.controlled_loop("loader", explain.LOSS)
     if explain.has_accumulation(config):  # the losses of a window add up to the loss of the whole batch
-        found = recommendation.evidence.accumulation
-        combination = "mean" if found is None or found.verdict not in ("sum", "weighted") else found.verdict
+        accumulation = recommendation.evidence.accumulation
+        combination = (
+            "mean" if accumulation is None or accumulation.verdict not in ("sum", "weighted") else accumulation.verdict
+        )
         loss = explain.pass_loss(combination, "controller.window_size", "controller.window_share")
         loop = explain.controlled_loop("loader, weigh=count" if combination == "weighted" else "loader", loss)
         if combination == "weighted":

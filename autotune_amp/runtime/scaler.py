@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import OptState
 
 from autotune_amp.core.errors import DeviceError, InvalidRequestError
 from autotune_amp.distributed import place_variables
-from autotune_amp.hardware.device import device_of, parse
+from autotune_amp.hardware.device import load_device_module, parse_device_name
 from autotune_amp.numerics.passes import stored_values
 from autotune_amp.precision.step_amp import parameters_of
 from autotune_amp.precision.torch_state import HALF_DTYPES

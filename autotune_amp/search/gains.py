@@ -28,7 +28,9 @@ def gain_interval(ledger: Ledger, candidate: SettingRuns, baseline: SettingRuns)
     )
     if not measurements or not baseline_measurements:
         return 0.0, math.inf
-    return unpaired_ratio_interval([m.samples_per_second for m in ones], [m.samples_per_second for m in others])
+    return unpaired_ratio_interval(
+        [m.samples_per_second for m in measurements], [m.samples_per_second for m in baseline_measurements]
+    )
 
 
 def gain_and_rounds_to_settle(
@@ -82,7 +84,7 @@ def speedup(
         return None, None  # a GPU may be slower while others run
     ratio = chosen.speed / baseline.speed
     low, high = _ratio_in_rounds(chosen, baseline, records) or unpaired_ratio_interval(
-        chosen.speeds, baseline.speeds, other_processes(records, chosen, baseline)
+        chosen.speeds, baseline.speeds, other_process_speeds(records, chosen, baseline)
     )
     return ratio, (min(low, ratio), max(high, ratio))
 

@@ -95,9 +95,9 @@ class Scales:
 
     def scale_stretches(self, pair: Pair, *, is_bounded: bool = True) -> list[Stretch]:
         """Return a pair's stretches of constant loss scale. Without `is_bounded`, follow ``torch.amp.GradScaler``."""
-        found, step = [], 0
-        for scale, num_clean, skip in constant_scale_stretches(self._trace, rule(pair), is_bounded=is_bounded):
-            found.append(Stretch(scale, step, skip))
+        result, step = [], 0
+        for scale, num_clean, skip in constant_scale_stretches(self._trace, loss_scale_of(pair), is_bounded=is_bounded):
+            result.append(Stretch(scale, step, skip))
             step += num_clean + (skip is not None)
         return result
 
@@ -148,7 +148,7 @@ class Scales:
         trace = extend_trace(
             self.log2_scales, num_foreseen, num_burst_steps=0, num_passes_per_step=self._accumulation_steps
         )
-        steps = set(skipped_steps(trace, rule(pair)))
+        steps = set(skipped_steps(trace, loss_scale_of(pair)))
         after_warmup = range(num_warmup, num_foreseen - num_measured)
         start = next((step for step in after_warmup if step - 1 not in steps), after_warmup.stop)
         return sum(start <= step < start + num_measured for step in steps)
@@ -194,8 +194,8 @@ def calibration_result(record: Record, num_steps: int, *, is_loss_sum: bool = Fa
     outcome = record.outcome
     if isinstance(outcome, Failure):
         if outcome.kind in PRECISION_FAILURE_KINDS:
-            return _refused(f"its loss scale could not be calibrated: {outcome.kind}: {outcome.message}")
-        return Uncalibrated(f"the calibration did not come to an end: {outcome.kind}: {outcome.message}")
+            return _fp16_excluded(f"its loss scale could not be calibrated: {outcome.kind}: {outcome.message}")
+        return MissingCalibration(f"the calibration did not finish: {outcome.kind}: {outcome.message}")
     assert isinstance(outcome, Calibration)
     if outcome.init_scale is None or all(s is None for s in outcome.log2_scales):
         return _fp16_excluded("its loss or gradients are not finite at any loss scale")

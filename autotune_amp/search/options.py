@@ -279,8 +279,11 @@ _OPTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
         _parser_of_valid(lambda value: _is_number(value) and 0 < value <= 1, float),
         "a share above 0 and at most 1",
     ),
-    "memory_limit": (lambda given: None if given is None else parse_size(given), SIZE_FORMATS),
-    "objective": (_that(lambda given: given in get_args(Objective)), f"one of {', '.join(get_args(Objective))}"),
+    "memory_limit": (lambda value: None if value is None else parse_size(value), SIZE_FORMATS),
+    "objective": (
+        _parser_of_valid(lambda value: value in get_args(Objective)),
+        f"one of {', '.join(get_args(Objective))}",
+    ),
     "steps": (
         _parser_of_valid(lambda value: is_count(value) and (value or 1) <= MAX_STEPS),
         f"a whole number from 1 to {MAX_STEPS}",

@@ -134,14 +134,14 @@ class Planner:
         return max(0.0, median(seconds)) if seconds else self.job_defaults.setup_seconds
 
     @property
-    def measure_seconds(self) -> float:
-        """Return the most seconds for which a trial measures."""
+    def measurement_limit_seconds(self) -> float:
+        """Return the maximum number of seconds for which a trial measures."""
         return measurement_limit_seconds(self.budget.seconds)
 
     def trial_seconds(self, ledger: Ledger, step_seconds: float) -> float:
         """Return the predicted seconds of a trial whose steps take `step_seconds`."""
         num_unmeasured, num_measured = NUM_STEPS_FORESEEN
-        measuring = min(num_measured * step_seconds, self.measure_seconds + step_seconds)
+        measuring = min(num_measured * step_seconds, self.measurement_limit_seconds + step_seconds)
         return self.setup_seconds(ledger) + num_unmeasured * step_seconds + measuring
 
     def waiting_seconds(self, ledger: Ledger) -> float:
@@ -292,7 +292,7 @@ class Planner:
             seconds = min(seconds, HOPELESS_TIMES * longest_seconds - used_seconds)
         if setting.is_compiled:  # compilation time is unknown
             seconds = min(seconds, self.budget.left() / 2)
-        limits: dict[str, Any] = {"measure_seconds": self.measure_seconds}
+        limits: dict[str, Any] = {"measure_seconds": self.measurement_limit_seconds}
         needs_energy = ledger.objective == "energy"
         if needs_energy:  # measure as long as a counter needs, however steady or slow the steps are
             limits["measure_seconds"] = min(METERED_SECONDS, limits["measure_seconds"])

@@ -33,7 +33,7 @@ from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import sentence
 from autotune_amp.dimensions import NUMERIC, numerics_of, risks
-from autotune_amp.search.space import SAME_MEMORY, Space
+from autotune_amp.search.space import SAME_MEMORY_SHARE, Space
 from autotune_amp.trial.failures import suggested_fix
 
 # relative difference in speed that counts as equal: processes differ by as much (studies/README.md, Timing)
@@ -218,13 +218,13 @@ def fidelity_verdicts(records: Sequence[Record]) -> dict[Setting, Fidelity]:
         (check_key(r.candidate), r.outcome if isinstance(r.outcome, Fidelity) else _fidelity_of_failed_check(r))
         for r in without_first_crashes(r for r in records if r.purpose == "fidelity")
     ]
-    found: dict[Setting, Fidelity] = {}
-    for key, ours in sorted(verdicts, key=lambda verdict: verdict[1].num_steps_before > 0):
-        if ours.num_steps_before and ours.verdict != "unfaithful":
-            later = LaterVerdict(num_steps=ours.num_steps_before, verdict=ours.verdict, reason=ours.reason)
-            ours = replace(found[key], later=later)
-        found[key] = ours
-    return found
+    verdict_by_key: dict[Setting, Fidelity] = {}
+    for key, fidelity in sorted(verdicts, key=lambda verdict: verdict[1].num_steps_before > 0):
+        if fidelity.num_steps_before and fidelity.verdict != "unfaithful":
+            later = LaterVerdict(num_steps=fidelity.num_steps_before, verdict=fidelity.verdict, reason=fidelity.reason)
+            fidelity = replace(verdict_by_key[key], later=later)
+        verdict_by_key[key] = fidelity
+    return verdict_by_key
 
 
 def accumulation_result(records: Sequence[Record]) -> Accumulation | None:
@@ -310,9 +310,13 @@ def _fidelity_of_failed_check(record: Record) -> Fidelity:
     failure = record.outcome
     assert isinstance(failure, Failure)
     description = f"{failure.kind}: {failure.message}"
-    if failure.kind in OF_THE_PRECISION:
-        return _judged(record.candidate, "unfaithful", what, suggested_fix(failure) or "Use another precision.")
-    return _judged(record.candidate, "unchecked", f"the check did not come to an end: {what}", _next_step(failure))
+    if failure.kind in PRECISION_FAILURE_KINDS:
+        return _fidelity_without_check(
+            record.candidate, "unfaithful", description, suggested_fix(failure) or "Use another precision."
+        )
+    return _fidelity_without_check(
+        record.candidate, "unchecked", f"the check failed: {description}", _next_step(failure)
+    )
 
 
 def _fidelity_without_check(candidate: Setting, verdict: Verdict, reason: str, next_step: str) -> Fidelity:

@@ -264,18 +264,20 @@ def open_workload(
 
     budget = watcher.budget
 
-    def ask(job: Job[ResultType]) -> ResultType | Failure:
-        answer = backend.submit(job).result()
-        if isinstance(answer, Failure) and answer.kind == "timeout":
-            raise budget.too_small(watcher.last_step_seconds, answer)
-        return answer
+    def run_job(job: Job[ResultType]) -> ResultType | Failure:
+        result = backend.submit(job).result()
+        if isinstance(result, Failure) and result.kind == "timeout":
+            raise budget.too_small_error(watcher.last_step_seconds, result)
+        return result
 
     opened = backend.open(device, source.num_threads(), budget.left())
     ready_seconds = budget.elapsed() if opened.ready_seconds is None else opened.ready_seconds
     state = source.torch_state(opened.torch_state)
     watcher.phase("probing the device")
-    left = max(0.0, budget.left())
-    hardware = ask(ProbeJob(device=device, torch_state=state, deadline_seconds=left, loading_seconds=left))
+    left_seconds = max(0.0, budget.left())
+    hardware = run_job(
+        ProbeJob(device=device, torch_state=state, deadline_seconds=left_seconds, loading_seconds=left_seconds)
+    )
     if isinstance(hardware, Failure):
         raise NothingWorksError(
             f"The probe failed: {hardware.message.rstrip('.')}.",

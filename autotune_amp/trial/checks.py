@@ -112,7 +112,7 @@ def _attribute_failure(failure: Failure, inputs: CheckInputs, spec: Check) -> Fa
 def _run_check(inputs: CheckInputs, spec: Check, tell: Tell) -> Fidelity | Calibration | Accumulation:
     candidate = spec.candidate
     if spec.what == "accumulation":
-        return accumulation.check(inputs, accumulation.num_checked(candidate.batch_size))
+        return accumulation.check_accumulation(inputs, accumulation.num_checked_samples(candidate.batch_size))
     if spec.what == "calibration":
         return calibration.calibrate(inputs, batch_size=candidate.batch_size, pinned_modules=candidate.pinned_modules)
     if unchecked := [name for name in _UNCHECKED_DIMENSIONS if candidate.uses(name)]:
@@ -190,7 +190,7 @@ def _train(inputs: CheckInputs, workload: Workload, spec: Check) -> int:
     try:
         with closing(data.stream(workload.data, spec.candidate.batch_size)) as stream:
             batches = (data.move_batch(batch, inputs.device) for batch in islice(stream, spec.num_steps_before))
-            num_steps = train_before(inputs, batches)
+            num_steps = train_in_fp32(inputs, batches)
     except Exception as error:
         failure = failures.failure_from_exception(error)
         if failure.kind == "oom":  # a smaller batch may fit
@@ -230,7 +230,9 @@ def _inputs_for_model(workload: Workload, spec: Check, model: nn.Module, batches
 def _read_batches(user_data: Any, spec: Check) -> list[Any]:
     if spec.what == "accumulation":
         seconds = min(SAMPLE_SCAN_SECONDS, SAMPLE_SCAN_SHARE * (spec.deadline_seconds or math.inf))
-        return whole_and_parts(user_data, accumulation.num_checked(spec.candidate.batch_size), spec.seed, seconds)
+        return whole_and_parts(
+            user_data, accumulation.num_checked_samples(spec.candidate.batch_size), spec.seed, seconds
+        )
     with closing(data.stream(user_data, spec.candidate.batch_size)) as stream:
         return list(islice(stream, spec.num_batches))
 
@@ -250,8 +252,10 @@ def whole_and_parts(user_data: Any, num_samples: int, seed: int, seconds: float 
     so that padding is as in training. For other data, and if collating draws at random, the first batch is cut along
     the first dimension of its tensors. Raises `CannotCutError` if that is impossible.
     """
-    if num_samples < MIN_CUT_SAMPLES:
-        raise CannotCutError(f"fewer than {MIN_CUT_SAMPLES} samples cannot be cut into micro-batches of two at least")
+    if num_samples < MIN_ACCUMULATION_SAMPLES:
+        raise CannotCutError(
+            f"fewer than {MIN_ACCUMULATION_SAMPLES} samples cannot be cut into micro-batches of two at least"
+        )
     stream, loader = data.open_data(user_data, num_samples)
     with closing(stream):
         # Without samples to choose from, the dataset gives ready batches or a stream.
@@ -298,10 +302,10 @@ def num_counted(batch: Any) -> int:
 
     If there are integer tensors only they count, since a 0 in an image is no padding.
     """
-    batch_tensors = [tensor for _, tensor in tensors(batch)]
-    if any(bool((tensor == IGNORED_LABEL).all()) for tensor in batch_tensors):
+    of_batch = [tensor for _, tensor in batch_tensors(batch)]
+    if any(bool((tensor == IGNORED_LABEL).all()) for tensor in of_batch):
         return 0
-    counting = [tensor for tensor in batch_tensors if not tensor.is_floating_point()] or batch_tensors
+    counting = [tensor for tensor in of_batch if not tensor.is_floating_point()] or of_batch
     return sum(int(((tensor != 0) & (tensor != IGNORED_LABEL)).sum()) for tensor in counting)
 
 
@@ -328,7 +332,7 @@ def _cut_batch(batch: Any, num_samples: int) -> list[Any]:
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    first_tensors, second_tensors = dict(tensors(first)), dict(tensors(second))
+    first_tensors, second_tensors = dict(batch_tensors(first)), dict(batch_tensors(second))
     return first_tensors.keys() == second_tensors.keys() and all(
         first_tensors[name].shape == second_tensors[name].shape
         and torch.equal(first_tensors[name].nan_to_num(), second_tensors[name].nan_to_num())

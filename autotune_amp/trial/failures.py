@@ -85,7 +85,7 @@ def suggested_fix(failure: Failure) -> str | None:
     frames = re.findall(r'File "(.+)", line (\d+)', failure.details or "")
     own = [f"{file}:{line}" for file, line in frames if "/torch/" not in Path(file).as_posix()]
     where = f" It is raised in {own[-1]}." if own else ""
-    return f"{rule.mend}{where} `autotune-amp check` finds other places like it (rule {rule.name})."
+    return f"{rule.fix}{where} `autotune-amp check` finds other places like it (rule {rule.name})."
 
 
 def num_oom_kills() -> int:

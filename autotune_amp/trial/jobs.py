@@ -180,7 +180,7 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
         if failure.kind != "oom":
             if not self.num_steps_before or failure.is_loading:
                 return failure
-            if failure.kind in OF_THE_PRECISION:
+            if failure.kind in PRECISION_FAILURE_KINDS:
                 next_step = suggested_fix(failure) or "Use another precision."
                 return self._judged("unfaithful", f"{failure.kind}: {failure.message}", next_step)
             return self.unchecked(failure)
@@ -246,7 +246,7 @@ class FingerprintJob(Job[Fingerprint], frozen=True, kw_only=True):
 
     def run(self, context: Any, tell: Tell) -> Fingerprint:  # noqa: ARG002 - it has no progress to send
         """Return the fingerprint; see `fingerprint.compute`."""
-        from autotune_amp.fingerprint import compute
+        from autotune_amp.fingerprint import compute_fingerprint
 
         return compute_fingerprint(context.source, self.options, self.identity, self.torch_state)
 

@@ -64,7 +64,9 @@ class BaseTraining(ABC):
         """Keep the modules with these names in fp32 under autocast until `close`."""
         if MODES[self.spec.candidate.precision].uses_autocast:
             # Modules that the user has pinned are left out, so that `close` does not unpin them.
-            self._pinned = [module for module in named(self.model, names) if not forward_wrapper.is_pinned(module)]
+            self._pinned = [
+                module for module in modules_named(self.model, names) if not forward_wrapper.is_pinned(module)
+            ]
             for module in self._pinned:
                 forward_wrapper.pin_fp32(module, self.device.type)
 

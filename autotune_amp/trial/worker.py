@@ -78,12 +78,16 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
         trained = [parameter for parameter in parameters if parameter.requires_grad]
     build_seconds = time.perf_counter() - started
     scan_batch_size = job.baseline_batch_size and (batch_size or job.baseline_batch_size)
-    as_found, is_strict = users_precision(workload, model, device, state, scan_batch_size, has_tf32=job.has_tf32)
+    precision_of_state, is_strict = users_precision(
+        workload, model, device, state, scan_batch_size, has_tf32=job.has_tf32
+    )
     if context.is_kept:
         free_cached_memory(device)
     has_unused = False
     if job.is_ranked and scan_batch_size is not None and not workload.is_loop:
-        has_unused = has_unused_parameters(workload, model, _unchanged_trial(as_found, scan_batch_size, device, state))
+        has_unused = has_unused_parameters(
+            workload, model, _unchanged_trial(precision_of_state, scan_batch_size, device, state)
+        )
     scan_result = Scan() if scan_batch_size is None else scan(workload, scan_batch_size)
     return Description(
         name=workload.name,
@@ -93,7 +97,7 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
         num_parameters=sum(p.numel() for p in parameters),
         num_trainable_parameters=sum(p.numel() for p in trained),
         weights=_weights(parameters, trained),
-        as_found_precision=as_found,
+        as_found_precision=precision_of_state,
         is_as_found_strict=is_strict,
         build_seconds=build_seconds,
         context_seconds=context_seconds,
@@ -130,17 +134,17 @@ def users_precision(
     """
     if workload.precision is not None:
         return workload.precision, True
-    precision_and_is_strict = torch_state.as_found(state, device.type, () if has_tf32 else CUDA_FLAGS)
+    precision_and_is_strict = torch_state.precision_of_state(state, device.type, () if has_tf32 else CUDA_FLAGS)
     if (
         batch_size is None
         or precision_and_is_strict[1]
-        or not torch_state.as_found(state, device.type, _FLAG_OPERATORS)[1]
+        or not torch_state.precision_of_state(state, device.type, _FLAG_OPERATORS)[1]
     ):
         return precision_and_is_strict
     used_flags = cudnn_flags_in_use(
         workload, model, _unchanged_trial(precision_and_is_strict[0], batch_size, device, state)
     )
-    return torch_state.as_found(state, device.type, _FLAG_OPERATORS.keys() - used_flags)
+    return torch_state.precision_of_state(state, device.type, _FLAG_OPERATORS.keys() - used_flags)
 
 
 def cudnn_flags_in_use(workload: Workload, model: nn.Module, spec: Trial) -> frozenset[str]:

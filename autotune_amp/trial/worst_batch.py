@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.outcome import SampleSizes
 from autotune_amp.core.workload import Workload
-from autotune_amp.numerics.accumulation import tensors
-from autotune_amp.precision.torch_state import keep_generators
+from autotune_amp.numerics.accumulation import batch_tensors
+from autotune_amp.precision.torch_state import save_generators
 from autotune_amp.trial.data import (
     Spread,
     Stream,
@@ -67,7 +67,7 @@ def scan(workload: Workload, batch_size: int) -> Scan:
     Sizes are skipped if the workload names its worst batch. An error in the user's code ends the scan. Random
     generators keep their state.
     """
-    restore_generators = keep_generators()
+    restore_generators = save_generators()
     result, is_stream = Scan(), False
     try:
         batches, loader = open_data(workload.data, batch_size)
@@ -173,7 +173,7 @@ def size(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return sum(map(size, value))
     array_size = getattr(value, "size", None)
-    return array_size if isinstance(array_size, int) else sum(tensor.numel() for _, tensor in tensors(value)) or 1
+    return array_size if isinstance(array_size, int) else sum(tensor.numel() for _, tensor in batch_tensors(value)) or 1
 
 
 def _one_line(error: Exception) -> str:

@@ -126,9 +126,9 @@ def test_what_a_process_should_have_skipped_is_counted_as_the_trial_counts() -> 
     pair = (2.0**14, 5)  # grows to 2^15 after five steps, which is one skip, and so on every six steps
     trace = extend_trace(known.log2_scales, 100)
     assert skipped_steps(trace, LossScale(init_scale=pair[0], growth_interval=5))[:3] == [5, 11, 17]
-    assert known.num_skips_among(pair, 15, 3) == 3
-    assert known.num_skips_among(pair, 15, 7) == 2  # the first of the three was in the warm-up
-    assert known.num_skips_among((2.0**20, 2000), 50, 3) == 0  # it comes down during the warm-up
+    assert known.predicted_num_skips(pair, 15, 3) == 3
+    assert known.predicted_num_skips(pair, 15, 7) == 2  # the first of the three was in the warm-up
+    assert known.predicted_num_skips((2.0**20, 2000), 50, 3) == 0  # it comes down during the warm-up
 
 
 def test_the_evidence_sets_what_was_seen_beside_what_was_foretold() -> None:

@@ -37,7 +37,7 @@ def run_workload_check(
     progress.work_started(None)
     hidden = "steps cannot be recorded"
     next_step = "Give a Workload, or search the command: its trials show what breaks."
-    with loaded(source, watcher, DEADLINE_SECONDS, hidden=hidden, next_step=next_step) as backend:
+    with loaded_backend(source, watcher, DEADLINE_SECONDS, hidden=hidden, next_step=next_step) as backend:
         opened = backend.open("cpu", source.num_threads(), DEADLINE_SECONDS)
         watcher.phase(f"recording one fp32 step for {autocast_device}")
         job = WorkloadCheckJob(
@@ -61,7 +61,7 @@ def run_workload_check(
             report = unrecorded
     if isinstance(report, Failure):
         if report.kind == "workload_error":
-            raise WorkloadError(*message_of(report))
+            raise WorkloadError(*failure_message(report))
         raise WorkloadError(
             f"One step of the workload fails on the CPU: {report.kind}: {report.message}.",
             "Run one fp32 step on the CPU by itself, with a smaller batch if need be, and fix what it raises.",

@@ -181,7 +181,7 @@ def _run_step(
         return
     with autocast():
         loss = loss_with_checks(workload.loss)(model, batch)
-    see_loss(loss)
+    check_loss(loss)
     loss.backward()  # type: ignore[no-untyped-call]  # torch does not type it
 
 

@@ -70,7 +70,7 @@ def _run_step(training: BaseTraining, meter: StepMemoryMeter | None = None) -> N
             batch = training.next_batch()
         if training.device.type != "cpu":
             batch = data.move_batch(batch, training.device)
-        with nullcontext() if held is None else held.watching(batch):
+        with nullcontext() if meter is None else meter.inspecting(batch):
             training.forward_backward(batch)
     training.update()
 
@@ -143,10 +143,10 @@ class StepMemoryMeter:
         self._is_backward_next = False
 
     @contextmanager
-    def watching(self, batch: Any) -> Iterator[None]:
-        """Inspect the forward and backward pass on this batch, which is on the device."""
-        given = [tensor for _, tensor in batch_tensors(batch)]
-        self._batch = _without(self._storages(given), self._parameters)
+    def inspecting(self, batch: Any) -> Iterator[None]:
+        """Inspect the forward and backward pass in this context; `batch` is on the device."""
+        batch_tensors = [tensor for _, tensor in batch_tensors(batch)]
+        self._batch = _excluding(self._storage_bytes(batch_tensors), self._parameters)
         # The batch may be a view of a whole dataset.
         self._batch_bytes = min(sum(self._batch.values()), sum(map(_num_bytes, batch_tensors)))
         self._saved_by.clear()

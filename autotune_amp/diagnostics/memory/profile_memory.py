@@ -71,7 +71,7 @@ def run_memory_profile(
     progress.work_started(None)
     hidden = "tensors cannot be inspected"
     advice = "Give a Workload, or search the command: it measures the peak of each precision and batch size."
-    with loaded(source, watcher, clock.left(), hidden=hidden, next_step=advice) as backend:
+    with loaded_backend(source, watcher, clock.left(), hidden=hidden, next_step=advice) as backend:
         opened = open_workload(backend, source, device, watcher, baseline_batch_size=batch_size or ASSUMED_BATCH_SIZE)
         progress.found_hardware(opened.hardware)
         requested = precisions or ("fp32", *MIXED_PRECISIONS)
@@ -138,7 +138,7 @@ def measure_precision(
     """
     first = measure(setting, snapshot_file)
     if isinstance(first, Failure) and first.kind == "workload_error" and setting.precision == "fp32":
-        raise WorkloadError(*message_of(first))
+        raise WorkloadError(*failure_message(first))
     bytes_by_size: dict[int, int | None] = {}
     result, size = first, setting.batch_size
     while isinstance(result, MemoryBreakdown) or result.kind == "oom":

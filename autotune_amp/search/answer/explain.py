@@ -20,7 +20,7 @@ from autotune_amp.precision.modes import MODES
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import PLATEAU, Merit, SettingRuns, least_speed
-from autotune_amp.search.space import SAME_MEMORY, Space, without
+from autotune_amp.search.space import SAME_MEMORY_SHARE, Space, without_excluded
 from autotune_amp.trial.failures import suggested_fix
 
 # Relative half width of an interval above which processes are said to disagree. Processes that differ by 5 %, as the
@@ -505,6 +505,8 @@ def next_step_for(failed: Sequence[Failure]) -> str:
         "oom": "Use a smaller batch size.",
         "timeout": "Use a larger --budget, or run a few steps of the training by itself to find out where it hangs.",
     }
-    first = suggested_fix(failed[0]) or asked.get(failed[0].kind, "Fix that error, then run the same search again.")
-    slow = " If the others only need more time, give a larger --budget."
-    return first + slow * ("timeout" in kinds and failed[0].kind != "timeout")
+    next_step = suggested_fix(failed[0]) or next_steps.get(
+        failed[0].kind, "Fix that error, then run the same search again."
+    )
+    slow_hint = " If the others only need more time, use a larger --budget."
+    return next_step + slow_hint * ("timeout" in kinds and failed[0].kind != "timeout")

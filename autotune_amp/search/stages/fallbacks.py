@@ -120,8 +120,10 @@ def fallback_plans(
         and _is_compatible(chosen, c.precision)
         and c not in failed
     ]
-    alike = next(c for c in (fallback_setting(chosen), chosen) if c in speeds)
-    rivals = [[c for c in fitting if c.precision == precision] for precision in MODES[chosen.precision].rungs_below]
+    reference = next(c for c in (fallback_setting(chosen), chosen) if c in speeds)
+    settings_by_precision = [
+        [c for c in compatible if c.precision == precision] for precision in MODES[chosen.precision].rungs_below
+    ]
     return tuple(
         FallbackPlan.of(
             best,

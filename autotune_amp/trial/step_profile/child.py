@@ -99,7 +99,7 @@ def warm_up(training: BaseTraining) -> None:
             raise_if_no_optimizer_step(training, len(steps))
 
 
-def _trace_steps(training: BaseTraining, trace_file: str) -> tuple[Split | None, str | None]:
+def _trace_steps(training: BaseTraining, trace_file: str) -> tuple[StepSplit | None, str | None]:
     """Trace a few steps and divide them by kind of operation; None with the reason if no trace can be written."""
     precision, device = training.spec.candidate.precision, training.device
     activities = [ProfilerActivity.CPU]
@@ -227,7 +227,7 @@ class Trace(msgspec.Struct, frozen=True, rename={"events": "traceEvents"}):
     events: list[Event]
 
 
-def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> Split | None:
+def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> StepSplit | None:
     """Return the time of the profiled steps with these `numbers` by kind of operation; None if the trace has none."""
     marks = {step_mark(precision, number) for number in numbers}
     spans = sorted((event for event in trace.events if event.ph == "X"), key=_start)

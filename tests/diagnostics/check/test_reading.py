@@ -14,8 +14,8 @@ from torch import nn
 
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.diagnostics.check.findings import Finding
-from autotune_amp.diagnostics.check.reading import of_weights, read, sources_of
-from autotune_amp.diagnostics.check.recording import raised_at
+from autotune_amp.diagnostics.check.reading import parse_sources, source_findings, weights_finding
+from autotune_amp.diagnostics.check.recording import location_of_error
 from autotune_amp.trial.training import loss_with_checks
 
 LOOP = """
@@ -181,7 +181,7 @@ def test_of_several_workloads_that_one_function_makes_the_line_of_this_one_is_na
 
 
 def test_files_of_this_package_are_not_the_users() -> None:
-    assert sources_of([loss_with_checks]) == ([], ())
+    assert parse_sources([loss_with_checks]) == ([], ())
     with pytest.raises(WorkloadError) as raised:
         loss_with_checks(lambda model, batch: None)(nn.Linear(1, 1), None)
-    assert raised_at(raised.value).file == __file__
+    assert location_of_error(raised.value).file == __file__
