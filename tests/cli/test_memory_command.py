@@ -80,7 +80,7 @@ def test_a_search_whose_limit_nothing_fits_into_names_the_limit(cli: CommandLine
     [
         (["memory", "--fit", "16 gigs"], "--fit is '16 gigs'"),
         (["memory", "--batch-size", "0"], "--batch-size is 0"),
-        (["memory", "--snapshot", "memory.pickle", "--device", "cpu"], "--snapshot needs CUDA"),
+        (["memory", "--snapshot", "memory.pickle", "--device", "cpu"], "--snapshot needs a CUDA device"),
         (["search", "--memory-limit", "lots"], "--memory-limit is 'lots'"),
         (["fidelity", "--precision", "half"], "'half'"),
         (["fidelity", "--budget", "-1"], "--budget is -1"),

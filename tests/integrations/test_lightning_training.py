@@ -169,7 +169,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
 
     from autotune_amp.integrations.lightning import AutotuneCallback, AutotunePrecision, trainer_arguments
 
-    with pytest.raises(InvalidRequestError, match="found Precision as"):
+    with pytest.raises(InvalidRequestError, match="precision plugin is Precision"):
         trainer(tmp_path, callbacks=[AutotuneCallback()]).fit(Net(), loader())
     with pytest.raises(InvalidRequestError, match="a precision of its own, '16-mixed'"):
         trainer_arguments(fp16(), precision="16-mixed")

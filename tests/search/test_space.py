@@ -131,7 +131,7 @@ def test_precisions(
     ("levels", "about", "options", "message", "next_step"),
     [
         ({"tf32": "unsupported"}, {}, {"precision": "tf32"}, "tf32: scripted", "fp32 or bf16"),
-        ({}, {}, {"precision": "fp8"}, "by --try fp8_recipe", "fp32 or tf32"),
+        ({}, {}, {"precision": "fp8"}, "with --try fp8_recipe", "fp32 or tf32"),
         (dict.fromkeys(PRECISIONS, "unsupported"), {}, {}, "; fp16: scripted; fp8", "--device"),
         ({}, {"num_samples": 20}, {"batch_size": "32:64"}, "only 20 samples", "20 or less"),
         ({}, {}, {"batch_size": "33:64"}, "effective batch size 32, which is kept", "--effective-batch-size free"),
@@ -143,7 +143,7 @@ def test_precisions(
             "--effective-batch-size free",
         ),
         ({}, {}, {"batch_size": "33:47", "effective_batch_size": 96}, "No batch size from 33 to 47", "1, 2, 3"),
-        ({}, {}, {"baseline": "fp8:32"}, "by --try fp8_recipe", "Give a baseline in fp32"),
+        ({}, {}, {"baseline": "fp8:32"}, "with --try fp8_recipe", "Give a baseline in fp32"),
     ],
 )
 def test_a_request_that_leaves_nothing_is_an_error(

@@ -60,7 +60,7 @@ def test_a_device_without_a_counter_says_so(tmp_path: Path) -> None:
 
 def test_a_card_is_asked_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"nvmlDeviceGetHandleByUUID": UUID, "nvmlDeviceGetTotalEnergyConsumption": 5000}  # millijoules
-    monkeypatch.setattr(nvml, "_ask", lambda function, *_: answers.get(function))
+    monkeypatch.setattr(nvml, "_query", lambda function, *_: answers.get(function))
     counter = find_counter("cuda", UUID)
     assert counter is not None
     assert counter() == 5.0

@@ -145,10 +145,10 @@ class StepMemoryMeter:
     @contextmanager
     def inspecting(self, batch: Any) -> Iterator[None]:
         """Inspect the forward and backward pass in this context; `batch` is on the device."""
-        batch_tensors = [tensor for _, tensor in batch_tensors(batch)]
-        self._batch = _excluding(self._storage_bytes(batch_tensors), self._parameters)
+        of_batch = [tensor for _, tensor in batch_tensors(batch)]
+        self._batch = _excluding(self._storage_bytes(of_batch), self._parameters)
         # The batch may be a view of a whole dataset.
-        self._batch_bytes = min(sum(self._batch.values()), sum(map(_num_bytes, batch_tensors)))
+        self._batch_bytes = min(sum(self._batch.values()), sum(map(_num_bytes, of_batch)))
         self._saved_by.clear()
         with ExitStack() as stack:
             # TorchScript modules accept no hooks: their memory counts for the module around them.

@@ -44,7 +44,7 @@ def test_the_search_the_check_and_trained_weights_cite_the_rule() -> None:
     for found in (gate(FACTORISED), check.unchecked(FACTORISED), later):
         assert rules.LINEAR_ALGEBRA.fix in found.next_step
         assert "check_samples.py:" in found.next_step
-        assert "looks for more of the kind" in found.next_step, "one step does not see all of them"
+        assert "finds other places like it" in found.next_step, "one step does not see all of them"
 
 
 def test_what_no_rule_knows_is_said_as_before() -> None:
