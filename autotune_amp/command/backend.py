@@ -341,7 +341,8 @@ class CommandBackend(WorkloadBackend):
         result = run(other)
         is_batch_size_optional = other.batch_size != today.batch_size and not job.is_batch_free
         if isinstance(result, Failure) and is_batch_size_optional and seconds_left() > 0:
-            failure, precision_only = result, replace(other, batch_size=today.batch_size)
+            failure, has_other_precision = result, other.precision != today.precision
+            precision_only = replace(other, batch_size=today.batch_size) if has_other_precision else today
             result = run(precision_only)
             if precision_problem(precision_only, result) is None:
                 other, failed_values["batch_size"] = precision_only, _failure_at(other, failure)

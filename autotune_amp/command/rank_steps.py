@@ -87,7 +87,10 @@ class Rank:
     has_ended: bool = False
 
     def add(self, message: Message) -> None:
-        """Add a message of this process."""
+        """Add a message of this process, which goes on after the end of a connection if it has become another program
+        (`os.execv`).
+        """
+        self.has_ended = isinstance(message, (messages.Exit, messages.ConnectionClosed))
         match message:
             case messages.Optimizer():
                 self.rank, self.world, self.host = message.rank, message.world, message.host
@@ -102,8 +105,6 @@ class Rank:
                 self.sets.append(message)
             case Step():
                 self.steps.append(message)
-            case messages.Exit() | messages.ConnectionClosed():
-                self.has_ended = True
 
     @property
     def primary_steps(self) -> list[Step]:

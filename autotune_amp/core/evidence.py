@@ -359,9 +359,10 @@ def accumulation_line(accumulation: Accumulation) -> str:
     return f"{accumulation.verdict}{by}{error}"
 
 
-def devices_line(names: tuple[str, ...]) -> str:
+def devices_line(names: tuple[str, ...], *, is_confirmed: bool) -> str:
     """Return the devices that trials ran on at the same time."""
-    return f"trials ran on {', '.join(names)} at the same time, the confirmation on one of them"
+    confirmation = ", the confirmation on one of them" if is_confirmed else ""
+    return f"trials ran on {', '.join(names)} at the same time{confirmation}"
 
 
 def ranks_line(ranks: RanksEvidence, device_type: str) -> str:

@@ -379,7 +379,12 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             ("objective", None if self.objective == "speed" else self.objective),
             ("energy", None if joules is None else f"{joules:.3g} J a sample"),
             ("job", None if self.job is None else explain.job_line(self.job)),
-            ("devices", explain.devices_line(evidence.devices) if evidence.devices else None),
+            (
+                "devices",
+                explain.devices_line(evidence.devices, is_confirmed=evidence.is_confirmed)
+                if evidence.devices
+                else None,
+            ),
             (
                 "ranks",
                 None if evidence.ranks is None else explain.ranks_line(evidence.ranks, self.hardware.identity.type),

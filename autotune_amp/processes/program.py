@@ -26,6 +26,7 @@ from autotune_amp.processes.process_tree import KILL_SECONDS, kill_marked
 # inside a program's own folder, such as those of multiprocessing's sockets, take 60.
 _MAX_PATH_BYTES = 40
 _POLL_SECONDS = 0.002
+_START_SECONDS = 120.0  # for the keeper, an interpreter without torch: 0.1 s on an idle machine
 
 
 class Program:
@@ -71,8 +72,14 @@ class Program:
             raise RunnerError(
                 f"A trial process cannot be started: {error}.", "Check the limits on processes and memory."
             ) from error
+        until = time.monotonic() + _START_SECONDS
         try:
             while not folder.exists():
+                if time.monotonic() > until:
+                    raise RunnerError(
+                        f"The process that starts a trial did not make {folder} within {_START_SECONDS:.0f} s.",
+                        "Search while the machine is less busy, or set TMPDIR to a folder on a local disk.",
+                    )
                 if self.popen.poll() is not None:
                     raise RunnerError(
                         f"The process that starts a trial ended with status {self.popen.returncode} before it made "

@@ -18,7 +18,7 @@ from autotune_amp.processes.slots import WorkloadSlots
 from autotune_amp.trial.jobs import Describe, FollowerMemory, FollowerTrial, Trial
 from autotune_amp.trial.judge import RunEvidence, causing_failure, judge
 
-GRACE_SECONDS = 2.0
+GRACE_SECONDS = 3.0
 MAX_START_ATTEMPTS = 3  # another process may take the free port first
 _PORT_IN_USE = "EADDRINUSE"
 NOTE = (

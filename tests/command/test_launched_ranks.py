@@ -95,6 +95,13 @@ def test_of_a_process_that_ended_before_they_did_what_follows_the_least_warm_up_
     assert len(list(with_steps(FALLING[:6], gone).intervals())) == 6 - NUM_WARMUP_STEPS
 
 
+def test_a_process_that_became_another_program_goes_on() -> None:
+    """As `poetry run python train.py` does, by os.execv: the same number, and a new connection."""
+    rank = with_steps(FALLING[:6])
+    first = said.heard([said.hello(rank.pid), said.closed(rank.pid), *rank.optimizers.values(), *rank.steps])
+    assert list(only(first).intervals()) == list(rank.intervals()) == []
+
+
 def test_long_steps_are_measured_from_the_third_on() -> None:
     assert [one.step_seconds for one in with_steps([9.0, 2.0, 2.0, 2.0]).intervals()] == [2.0, 2.0]
 

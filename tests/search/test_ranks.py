@@ -85,7 +85,7 @@ def test_under_torchrun_one_rank_searches_before_and_after_the_process_group(cli
     assert json.loads(found)["search"]["num_trials"] > 0
     assert any("Measured on one of 2 ranks" in warning for warning in json.loads(found)["warnings"])
     assert (exchanged, again, num_measured_then) == (2.0, found, num_measured)
-    assert error.startswith("InvalidRequestError: --precision")
+    assert error.startswith("InvalidRequestError: precision")
     assert done.stderr.count("Study studies") == 1
 
 

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-STUDY = Path(__file__).parents[2] / "studies" / "fidelity"
+STUDY = Path(__file__).parents[3] / "studies" / "fidelity"
 # In a process of its own: the study's modules have names such as `case` and `samples`.
 PROGRAM = """
 import importlib, json, logging, sys, warnings
