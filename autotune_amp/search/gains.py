@@ -11,7 +11,7 @@ from autotune_amp.core.outcome import Measurement, Purpose, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger, Shortlist
-from autotune_amp.search.ranking import PLATEAU, SettingRuns, confirm_runs
+from autotune_amp.search.ranking import MIN_GAIN, SettingRuns, confirm_runs
 from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
 
 MAX_PREDICTED_ROUNDS = 100
@@ -52,7 +52,7 @@ def gain_and_rounds_to_settle(
         return None
     fastest = max(candidates, key=lambda runs: runs.speed)
     ratio, (low, _) = fastest.speed / baseline.speed, gain_interval(ledger, fastest, baseline)
-    if ratio < 1 + PLATEAU or low > 1:
+    if ratio < 1 + MIN_GAIN or low > 1:
         return None
     num_rounds = min(fastest.num_confirming, baseline.num_confirming)
     half_width = (

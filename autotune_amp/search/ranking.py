@@ -36,8 +36,10 @@ from autotune_amp.dimensions import NUMERIC, numerics_of, risks
 from autotune_amp.search.space import SAME_MEMORY_SHARE, Space
 from autotune_amp.trial.failures import suggested_fix
 
-# relative difference in speed that counts as equal: processes differ by as much (studies/README.md, Timing)
-PLATEAU = 0.03
+# Three shares of a speed, each as large as the differences between processes (studies/README.md, Timing).
+PLATEAU = 0.03  # settings that are slower than the fastest by no more are as good: risks decide
+MIN_GAIN = 0.03  # gain from which on a setting, a variant, more workers or a larger batch is worth a change
+SPEED_ERROR = 0.03  # by which the lead of one setting over another may be wrong
 MAX_DATA_SHARE = 0.10  # above this share of a step spent waiting for data, loading limits the speed (studies/README.md)
 
 BEFORE_CONFIRMATION = ("search", "fallback")  # purposes of the trials that decide which settings are confirmed
@@ -406,7 +408,7 @@ def rank_for(
 
 def least_speed(objective: Objective, baseline: Merit | None) -> float:
     """Return the least samples per second for a recommendation: for memory 97 % of the baseline's, otherwise 0."""
-    return (1 - PLATEAU) * baseline.samples_per_second if objective == "memory" and baseline is not None else 0.0
+    return (1 - MIN_GAIN) * baseline.samples_per_second if objective == "memory" and baseline is not None else 0.0
 
 
 def is_worth_a_change(objective: Objective, candidate: Merit, baseline: Merit) -> bool:
@@ -417,11 +419,13 @@ def is_worth_a_change(objective: Objective, candidate: Merit, baseline: Merit) -
     if objective == "memory":
         if candidate.samples_per_second < least_speed(objective, baseline):
             return False
-        is_faster = candidate.samples_per_second >= (1 + PLATEAU) * baseline.samples_per_second
+        is_faster = candidate.samples_per_second >= (1 + MIN_GAIN) * baseline.samples_per_second
         is_no_larger = SAME_MEMORY_SHARE * candidate.peak_memory_bytes <= baseline.peak_memory_bytes
-        return candidate.peak_memory_bytes <= (1 - PLATEAU) * baseline.peak_memory_bytes or (is_faster and is_no_larger)
+        return candidate.peak_memory_bytes <= (1 - MIN_GAIN) * baseline.peak_memory_bytes or (
+            is_faster and is_no_larger
+        )
     if objective == "energy":
         if candidate.joules_per_sample is None or baseline.joules_per_sample is None:
             return candidate.joules_per_sample is not None
-        return candidate.joules_per_sample <= (1 - PLATEAU) * baseline.joules_per_sample
-    return candidate.samples_per_second >= (1 + PLATEAU) * baseline.samples_per_second
+        return candidate.joules_per_sample <= (1 - MIN_GAIN) * baseline.joules_per_sample
+    return candidate.samples_per_second >= (1 + MIN_GAIN) * baseline.samples_per_second

@@ -18,7 +18,7 @@ from autotune_amp.dimensions import DIMENSIONS, TRIED_ON_LEADER
 from autotune_amp.dimensions.dimension import Dimension, Leader
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
-from autotune_amp.search.ranking import PLATEAU, check_key, needs_check
+from autotune_amp.search.ranking import MIN_GAIN, check_key, needs_check
 from autotune_amp.search.stages.throughput_model import PRECISION_DEVIATION, VALUE_DEVIATION
 from autotune_amp.trial.step_profile.breakdown import break_down, max_speedups
 
@@ -199,7 +199,7 @@ def _is_faster(ledger: Ledger, dimension: Dimension[Any], value: Any, other: Any
     merits = ledger.measured_merits
     pairs = [(r.candidate, replace(r.candidate, **{dimension.name: other})) for r in ledger.trials]
     return any(
-        merits[c].samples_per_second > (1 + PLATEAU) * merits[rival].samples_per_second
+        merits[c].samples_per_second > (1 + MIN_GAIN) * merits[rival].samples_per_second
         for c, rival in pairs
         if getattr(c, dimension.name) == value and c in merits and rival in merits
     )

@@ -41,7 +41,7 @@ from autotune_amp.search.answer import explain
 from autotune_amp.search.gains import gain_interval, other_process_speeds, speedup
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
 from autotune_amp.search.options import RANKING, SearchOptions
-from autotune_amp.search.ranking import PLATEAU, SettingRuns, best_runs, confirm_runs, data_share
+from autotune_amp.search.ranking import MIN_GAIN, SettingRuns, best_runs, confirm_runs, data_share
 from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.fallbacks import fallback_plans
 from autotune_amp.search.storage.folder import StudyFolder
@@ -147,7 +147,7 @@ def _outlook(ledger: Ledger, evidence: Evidence) -> LargerBatchOption | None:
     if not measured or ledger.objective != "speed":
         return None
     speed, setting, outcome = max(measured, key=lambda row: row[0])
-    if speed < (1 + PLATEAU) * evidence.samples_per_second:
+    if speed < (1 + MIN_GAIN) * evidence.samples_per_second:
         return None
     baseline_speed = evidence.baseline.samples_per_second
     return LargerBatchOption.of(

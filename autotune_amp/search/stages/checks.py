@@ -16,7 +16,7 @@ from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.ledger import RIVAL_MARGIN, Ledger
 from autotune_amp.search.planner import Planner
-from autotune_amp.search.ranking import PLATEAU, check_key, rank
+from autotune_amp.search.ranking import SPEED_ERROR, check_key, rank
 from autotune_amp.search.space import HOPELESS_SLOWDOWN, Space
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Check, Trial
@@ -131,7 +131,7 @@ def next_action(
     With `only_winner` only the winner is checked. Call it again after each result: an unfaithful setting leaves the
     shortlist and another takes its place. The baseline is a contender, since it may be kept; a runner-up that is
     `HOPELESS_SLOWDOWN` times slower is skipped. `is_worth(gain, num_checks)` returns whether a relative gain in
-    throughput justifies that many checks; the gain of a runner-up is its lead over the winner plus `PLATEAU`, the
+    throughput justifies that many checks; the gain of a runner-up is its lead over the winner plus `SPEED_ERROR`, the
     uncertainty of both.
     """
     pinning_action = _next_pinning_action(ledger)
@@ -155,7 +155,7 @@ def next_action(
         )
         is_unchecked = _is_unchecked(ledger, setting)
         if setting != shortlist.winner and ledger.objective == "speed":
-            lead = speeds[setting] / speeds[shortlist.winner] - 1 + PLATEAU
+            lead = speeds[setting] / speeds[shortlist.winner] - 1 + SPEED_ERROR
             if not is_worth(lead, is_uncalibrated + is_unchecked):
                 continue
         if is_uncalibrated:

@@ -24,7 +24,7 @@ from autotune_amp.search.planner import (
     Planner,
     ending_seconds,
 )
-from autotune_amp.search.ranking import PLATEAU, UNDECIDED_TIER, is_confirming
+from autotune_amp.search.ranking import MIN_GAIN, SPEED_ERROR, UNDECIDED_TIER, is_confirming
 from autotune_amp.search.space import SEARCH_UP
 from autotune_amp.trial.jobs import Trial
 
@@ -122,7 +122,7 @@ class ConfirmationRounds:
         winner, _, baseline = self._contenders
         if winner != baseline or ledger.objective != "speed":
             return True
-        return planner.least_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [winner], 1)) < PLATEAU
+        return planner.least_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [winner], 1)) < MIN_GAIN
 
     def _should_stop(self, ledger: Ledger, planner: Planner) -> bool:
         """Whether further rounds would decide nothing, or would take more time than the possible gain justifies."""
@@ -175,7 +175,7 @@ def is_runner_up_worth(ledger: Ledger, planner: Planner, shortlist: Shortlist) -
     if ledger.objective != "speed":
         return True
     speeds = {c: merit.samples_per_second for c, merit in ledger.measured_merits.items()}
-    lead = speeds[runner_up] / speeds[winner] - 1 + PLATEAU if winner in speeds else math.inf
+    lead = speeds[runner_up] / speeds[winner] - 1 + SPEED_ERROR if winner in speeds else math.inf
     num_starts = 0 if planner.job_defaults.shares_processes else 1
     return lead > planner.least_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [runner_up], num_starts))
 
@@ -299,12 +299,12 @@ def next_larger_batch(ledger: Ledger, num_samples: int | None = None) -> Setting
     fastest = max(faithful_speeds, key=lambda c: faithful_speeds[c])
     largest = replace(fastest, batch_size=effective_batch_size, accumulation_steps=1)
     rate = faithful_speeds.get(largest, faithful_speeds[fastest])
-    if rate < (1 - PLATEAU) * faithful_speeds[fastest]:
+    if rate < (1 - MIN_GAIN) * faithful_speeds[fastest]:
         return None
     for record in ledger.records:
         if record.purpose == "outlook":
             outcome = record.outcome
-            if not isinstance(outcome, Measurement) or outcome.samples_per_second < (1 + PLATEAU) * rate:
+            if not isinstance(outcome, Measurement) or outcome.samples_per_second < (1 + MIN_GAIN) * rate:
                 return None
             largest, rate = record.candidate, outcome.samples_per_second
     larger = replace(largest, batch_size=2 * largest.batch_size)

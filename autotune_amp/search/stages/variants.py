@@ -18,7 +18,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
-from autotune_amp.search.ranking import MAX_DATA_SHARE, PLATEAU, UNDECIDED_TIER, data_share, rank
+from autotune_amp.search.ranking import MAX_DATA_SHARE, MIN_GAIN, UNDECIDED_TIER, data_share, rank
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import is_ordinary_apart_from_pins, next_promising, untried_promising_settings
 from autotune_amp.search.variants import is_worth_trying, neighbouring_batch_sizes, next_setting, setting_to_profile
@@ -121,7 +121,7 @@ class LoaderWorkers:
         wait_seconds = waits[target] * target.batch_size / speeds[target]
         if waits[target] <= MAX_DATA_SHARE or wait_seconds < HANDOVER_SECONDS:
             return None
-        if speeds_without_wait[target] <= (1 + PLATEAU) * fastest:
+        if speeds_without_wait[target] <= (1 + MIN_GAIN) * fastest:
             return None
         tried = {r.candidate: r.outcome for r in trials}
         speed_before, share_before = speeds[target], waits[target]
@@ -131,7 +131,7 @@ class LoaderWorkers:
                 return setting
             if not isinstance(outcome, Measurement) or data_share(outcome) < SHORT_WAIT:
                 break
-            is_no_faster = outcome.samples_per_second <= (1 + PLATEAU) * speed_before
+            is_no_faster = outcome.samples_per_second <= (1 + MIN_GAIN) * speed_before
             if num_workers > 1 and is_no_faster and data_share(outcome) > SAME_WAIT * share_before:
                 break
             speed_before, share_before = outcome.samples_per_second, data_share(outcome)
