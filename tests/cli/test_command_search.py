@@ -200,7 +200,7 @@ def test_terminated_or_killed_it_leaves_nothing_and_goes_on(cli: CommandLine, nu
     again.send_signal(signal.SIGINT)
     _, err = again.communicate(timeout=60)
     assert again.returncode == 130, err
-    assert "Going on" in err
+    assert "Continuing" in err
     assert outcomes.read_text().startswith(known)
 
 
