@@ -126,9 +126,12 @@ class Program:
             kill_marked(self._mark)
 
     def close(self) -> None:
-        """End the program, then remove its folder."""
-        self.end()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """End the program, then remove its folder, also if Ctrl-C comes meanwhile."""
+        try:
+            self.end()
+            shutil.rmtree(self._folder, ignore_errors=True)
+        finally:  # once more, where Ctrl-C came in the middle
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def new_folder() -> Path:
