@@ -276,15 +276,17 @@ def test_nodes_that_are_unlike_the_first_are_left_out_and_it_is_said_why(
     )
     other_code = with_module(tmp_path / "code", "flavour", f"{PLAIN}MORE = 1\n")
     nodes.add(environment)
+    opened = stack.enter_context(Opened(tmp_path / "work", nodes.address)).open()  # the others are not the first
     nodes.add({**here, **library})
     nodes.add({**here, **other_code})
     nodes.add({**here, **with_module(tmp_path / "broken", "flavour", "FLAVOUR = 'broken'\n")})
     nodes.add({**environment, "MKL_DEBUG_CPU_TYPE": "5"})
     nodes.add(environment, cpus=[min(os.sched_getaffinity(0))])
-    opened = stack.enter_context(Opened(tmp_path / "work", nodes.address)).open()
+    reasons = ("version of torchao", "flavour.py", "no data here", "MKL_DEBUG_CPU_TYPE", "CPUs")
+    opened.wait_until(lambda: len(opened.notes) == len(reasons))
     assert len(opened.backend.slots) == 1
     said = "\n".join(opened.notes)
-    for reason in ("version of torchao", "flavour", "no data here", "MKL_DEBUG_CPU_TYPE", "CPUs"):
+    for reason in reasons:
         assert reason in said, (reason, said)
     assert isinstance(opened.submit(4).result(), Measurement)
 
