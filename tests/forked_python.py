@@ -103,6 +103,7 @@ class ForkServer:
         stderr: int | None = None,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> ForkedProcess:
         """Start `python *arguments`: a script, `-m` with a module or `-c` with a text, then its arguments."""
         ours: list[IO[bytes] | None] = []
@@ -120,9 +121,14 @@ class ForkServer:
             else:
                 theirs.append(os.dup(number if wanted is None else wanted))
         status, theirs_status = os.pipe()
-        theirs.append(theirs_status)
+        theirs += [*map(os.dup, pass_fds), theirs_status]
         environment = dict(os.environ if env is None else env)
-        request = {"arguments": list(arguments), "cwd": str(cwd or Path.cwd()), "env": environment}
+        request = {
+            "arguments": list(arguments),
+            "cwd": str(cwd or Path.cwd()),
+            "env": environment,
+            "pass_fds": list(pass_fds),
+        }
         try:
             with self._lock:
                 socket.send_fds(self._channel, [json.dumps(request).encode()], theirs)
@@ -176,7 +182,7 @@ def _serve(channel: socket.socket, mark_addresses: dict[str, int]) -> None:
                 os.close(status)
                 os.close(ready)
                 continue
-            request, descriptors, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 4)
+            request, descriptors, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 5)
             if not request:
                 return
             pid = os.fork()
@@ -193,13 +199,19 @@ def _serve(channel: socket.socket, mark_addresses: dict[str, int]) -> None:
 
 
 def _become(
-    descriptors: list[int], mark_addresses: dict[str, int], arguments: list[str], cwd: str, env: dict[str, str]
+    descriptors: list[int],
+    mark_addresses: dict[str, int],
+    arguments: list[str],
+    cwd: str,
+    env: dict[str, str],
+    pass_fds: list[int],
 ) -> None:
     """Turn this process into the one that was asked for; it does not return."""
     os.setsid()
-    for number, descriptor in enumerate(descriptors[:3]):
+    numbers = [0, 1, 2, *pass_fds]
+    for number, descriptor in zip(numbers, descriptors, strict=False):
         os.dup2(descriptor, number)
-    for descriptor in descriptors:
+    for descriptor in set(descriptors).difference(numbers):
         os.close(descriptor)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as long as the process lives
     os.chdir(cwd)

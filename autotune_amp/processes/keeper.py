@@ -1,9 +1,10 @@
 """Keeper: a process between a parent and a program, which starts the program and kills all its descendants.
 
-It kills them when the program ends, when the parent asks for it, and when the parent has ended or was killed. It makes
-the folder for temporary files itself, so that there is always a keeper to remove it. On Linux,
-orphaned descendants of the program become the keeper's children, whatever their session or environment, so that none
-can escape. This file is run by its path, since the keeper must be up within milliseconds.
+It makes the folder for the program's temporary files. It kills the descendants when the program ends or the parent asks
+for it, and stays until the parent asks it to remove the folder. If the parent has ended or was killed, it does all that
+by itself, so that nothing is left at whatever moment the parent is interrupted. On Linux, orphaned descendants of the
+program become the keeper's children, whatever their session or environment, so that none can escape. This file is run
+by its path, since the keeper must be up within milliseconds.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import ctypes
 import importlib
 import json
 import os
-import resource
 import select
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,86 +26,114 @@ from typing import Any
 
 CANNOT_START = 126  # exit status of a program that cannot be started, as in a shell
 END_SECONDS = 30.0  # a process may have to free the memory of a whole device
-# Signals from the parent: end the program, pause it, start it or let it continue.
-END, PAUSE, GO_ON = signal.SIGUSR1, signal.SIGTSTP, signal.SIGCONT
+START, PAUSE, RESUME, END, REMOVE = b"s", b"p", b"c", b"e", b"r"  # requests of the parent, which are one byte each
+READY = b"."  # sent when the folder is there; the program's exit status follows as text when the program has ended
 # Signals that Slurm or a terminal sends to every process of a job. The keeper ignores them, to clean up afterwards.
 _JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_ORPHANED = signal.SIGUSR2  # sent by the kernel when the thread that started this process has ended
+_PARENT_SIGNAL = signal.SIGUSR2  # sent by the kernel when the parent's thread that started this process has ended
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_EXIT_SECONDS = 10.0  # a process ends within this time after its main thread
-_PARENT_CHECK_SECONDS = 1.0  # interval of checking that the parent exists, where no signal reports its end
+_PARENT_CHECK_SECONDS = 1.0  # interval of checking that the parent exists, where nothing reports its end
 
 
 def keep(
-    mark: str, parent: int, folders: Sequence[str], when_orphaned: Sequence[Any] | None, arguments: Sequence[str]
-) -> int:
-    """Make the first of `folders`, start the program on the signal `GO_ON`, and wait until it ends or has to be ended.
+    connection: socket.socket,
+    mark: str,
+    parent: int,
+    folders: Sequence[str],
+    when_orphaned: Sequence[Any] | None,
+    arguments: Sequence[str],
+) -> None:
+    """Make the first of `folders`, then do what the parent requests through `connection`, until `REMOVE` or its end.
 
-    Return its exit status, negative for a signal, 0 if it was ended. `mark` is the value of the environment variable by
-    which the program's descendants are found, `parent` the parent's process id. If the parent has ended, call
-    `when_orphaned` (a module, the name of a function in it, and the function's arguments) and remove `folders`.
+    The program is started on `START` and ended on `END`. Its exit status, negative for a signal and 0 if it was ended,
+    is sent once all its descendants have been killed. `REMOVE` ends it too, and removes the first folder. `mark` is the
+    value of the environment variable by which the program's descendants are found, `parent` the parent's process id. If
+    the parent has ended or closed the connection, all `folders` are removed, and if the program was started
+    `when_orphaned` (a module, the name of a function in it, and the function's arguments) is called before.
     """
     wakeup_read, wakeup_write = os.pipe()
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write)
-    for number in (signal.SIGCHLD, END, PAUSE, GO_ON, _ORPHANED):
+    for number in (signal.SIGCHLD, _PARENT_SIGNAL):
         signal.signal(number, lambda *_: None)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _ORPHANED, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _PARENT_SIGNAL, 0, 0, 0)
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _JOB_SIGNALS}
-    Path(folders[0]).mkdir(mode=0o700)  # the parent waits for it before it sends signals
+    Path(folders[0]).mkdir(mode=0o700)
+    _send(connection, READY)
     program: int | None = None
     process_tree: Any = None
     shared_before: Iterable[str] = ()
-    status, is_end_requested, is_orphaned = None, False, False
-    while status is None and not (is_end_requested or is_orphaned) and os.getppid() == parent:
-        if wakeup_read in select.select([wakeup_read], [], [], _PARENT_CHECK_SECONDS)[0]:
-            for signal_number in os.read(wakeup_read, 1 << 10):
-                is_end_requested |= signal_number == END
-                is_orphaned |= signal_number == _ORPHANED
-                if program is not None and signal_number in (PAUSE, GO_ON):
-                    os.kill(program, signal.SIGSTOP if signal_number == PAUSE else GO_ON)
-                elif signal_number == GO_ON and not is_end_requested:
-                    program = _start(mark, arguments, handlers)
-                    _detach_streams()
-                    from autotune_amp.processes import process_tree  # imported while the program starts
+    has_ended = is_orphaned = False
+    request: bytes | None = None
+    while request != REMOVE and not is_orphaned:
+        readable = select.select([wakeup_read, connection.fileno()], [], [], _PARENT_CHECK_SECONDS)[0]
+        if wakeup_read in readable:
+            os.read(wakeup_read, 1 << 10)
+        request = _received(connection) if connection.fileno() in readable else None
+        is_orphaned = request == b"" or os.getppid() != parent
+        if has_ended:
+            _reap_children(0)
+            continue
+        if request == START:
+            program = _start(mark, arguments, handlers, connection)
+            _close_streams(0, 1)
+            from autotune_amp.processes import process_tree  # imported while the program starts
 
-                    shared_before = process_tree.shared_memory()
+            shared_before = process_tree.shared_memory()
+        elif program is not None and request in (PAUSE, RESUME):
+            os.kill(program, signal.SIGSTOP if request == PAUSE else signal.SIGCONT)
         status = None if program is None else _reap_children(program)
-    if program is not None:
-        _kill_descendants(process_tree, mark, shared_before)
-    until = time.monotonic() + _EXIT_SECONDS
-    while is_orphaned and os.getppid() == parent and time.monotonic() < until:
-        time.sleep(0.01)
-    if os.getppid() != parent:
-        if when_orphaned is not None and program is not None:
-            module, name, *function_arguments = when_orphaned
-            getattr(importlib.import_module(module), name)(*function_arguments)
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-    return status or 0
+        if status is not None or request in (END, REMOVE) or is_orphaned:
+            has_ended = True
+            if program is not None:
+                _kill_descendants(process_tree, mark, shared_before)
+            _close_streams(2)
+            _send(connection, str(status or 0).encode())
+    if is_orphaned and program is not None and when_orphaned is not None:
+        module, name, *function_arguments = when_orphaned
+        getattr(importlib.import_module(module), name)(*function_arguments)
+    for folder in folders if is_orphaned else folders[:1]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _detach_streams() -> None:
-    """Close the program's input and output here, so that they close with the program. Keep stderr for errors."""
+def _received(connection: socket.socket) -> bytes:
+    """Return the parent's next request, b"" if the parent has closed the connection."""
+    try:
+        return connection.recv(1)
+    except ConnectionResetError:  # it had not read the status
+        return b""
+
+
+def _send(connection: socket.socket, message: bytes) -> None:
+    """Send a message to the parent, if it still listens."""
+    with suppress(BrokenPipeError):
+        connection.sendall(message)
+
+
+def _close_streams(*numbers: int) -> None:
+    """Close standard streams of this process, so that they end with the program. Keep stderr for errors until then."""
     with Path(os.devnull).open("r+b") as null:
-        for number in (0, 1):
+        for number in numbers:
             os.dup2(null.fileno(), number)
 
 
-def _start(mark: str, arguments: Sequence[str], handlers: Mapping[signal.Signals, Any]) -> int:
-    """Start the program with the given signal handlers of its own, and return its process id."""
+def _start(
+    mark: str, arguments: Sequence[str], handlers: Mapping[signal.Signals, Any], connection: socket.socket
+) -> int:
+    """Start the program with the given signal handlers and without `connection`, and return its process id."""
     parent, pid = os.getpid(), os.fork()
     if pid:
         return pid
     try:
+        connection.close()
         os.setsid()  # signals to the program's process group must not reach the keeper
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:
                 os._exit(CANNOT_START)
-        for number in (signal.SIGCHLD, signal.SIGPIPE, END, PAUSE, GO_ON, _ORPHANED):
+        for number in (signal.SIGCHLD, signal.SIGPIPE, _PARENT_SIGNAL):
             signal.signal(number, signal.SIG_DFL)
         for number, handler in handlers.items():
             signal.signal(number, handler)  # ignored still if the parent ignores it
@@ -158,16 +187,11 @@ def _kill_descendants(process_tree: Any, mark: str, shared_before: Iterable[str]
 
 
 def main(settings: str, *arguments: str) -> None:
-    """Run a program under this keeper, and exit with the status or the signal of the program."""
+    """Run a program under this keeper."""
     options = json.loads(settings)
     sys.path[:] = options["path"]
-    status = keep(options["mark"], options["parent"], options["folders"], options["when_orphaned"], arguments)
-    if status < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with suppress(OSError):  # SIGKILL has no handler
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    raise SystemExit(status)
+    with socket.socket(fileno=options["connection"]) as connection:
+        keep(connection, options["mark"], options["parent"], options["folders"], options["when_orphaned"], arguments)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ class Process:
 
     def is_alive(self) -> bool:
         """Return whether the process runs and its messages are read. The messages of a killed process end first."""
-        return self._popen.poll() is None and self._threads[0].is_alive()
+        return self._program.poll() is None and self._threads[0].is_alive()
 
     def send(self, message: dict[str, Any], data: bytes = b"") -> None:
         """Write a message, followed by raw bytes."""
@@ -265,9 +265,10 @@ class Process:
         return _failure_from_evidence(evidence)
 
     def _end_status(self) -> int:
-        self._popen.wait()
+        status = self._program.wait()
+        assert status is not None
         self._drain_output()
-        return self._popen.returncode
+        return status
 
     def end(self) -> None:
         """Kill the process and all its descendants, including those that left its group, and wait for them."""

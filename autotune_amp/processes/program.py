@@ -6,11 +6,12 @@ import contextlib
 import getpass
 import json
 import os
+import select
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,17 +26,16 @@ from autotune_amp.processes.process_tree import KILL_SECONDS, kill_marked
 # Longest path of the folder for temporary files. A socket's path has 107 bytes at most (103 on macOS), of which names
 # inside a program's own folder, such as those of multiprocessing's sockets, take 60.
 _MAX_PATH_BYTES = 40
-_POLL_SECONDS = 0.002
 _START_SECONDS = 120.0  # for the keeper, an interpreter without torch: 0.1 s on an idle machine
 
 
 class Program:
     """Program that runs under a keeper, with a folder of its own for temporary files.
 
-    The keeper is started at once and makes `folder` (see `new_folder`); `start` starts the program. `popen` is the
-    keeper's process, with the exit status and the streams of the program. If this process ends first, the keeper calls
-    `when_orphaned` (a module, the name of a function in it, and the function's arguments) if the program was started,
-    then removes `folder` and the further `folders`. Raises `RunnerError` if no process can be started.
+    The keeper is started at once and makes `folder` (see `new_folder`); `start` starts the program, whose streams are
+    those of `popen`, the keeper's process. If this process ends first, the keeper calls `when_orphaned` (a module, the
+    name of a function in it, and the function's arguments) if the program was started, then removes `folder` and the
+    further `folders`. Raises `RunnerError` if no process can be started.
     """
 
     def __init__(
@@ -52,7 +52,9 @@ class Program:
     ) -> None:
         self._mark = uuid.uuid4().hex
         self._folder = folder
+        self._connection, keepers_end = socket.socketpair()
         settings = {
+            "connection": keepers_end.fileno(),
             "mark": self._mark,
             "parent": os.getpid(),
             "path": sys.path,
@@ -60,40 +62,43 @@ class Program:
             "when_orphaned": when_orphaned,
         }
         try:
-            self.popen: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: S603 - the keeper, with the program to start
-                [sys.executable, "-I", keeper.__file__, json.dumps(settings), *arguments],
-                env={**_inductor_cache_variable(), **environment, "TMPDIR": str(folder)},
-                start_new_session=True,  # Ctrl-C at the terminal is handled by this process alone
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-            )
+            with keepers_end:
+                self.popen: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: S603 - the keeper, with the program to start
+                    [sys.executable, "-I", keeper.__file__, json.dumps(settings), *arguments],
+                    env={**_inductor_cache_variable(), **environment, "TMPDIR": str(folder)},
+                    pass_fds=[keepers_end.fileno()],
+                    start_new_session=True,  # Ctrl-C at the terminal is handled by this process alone
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                )
         except OSError as error:
+            self._connection.close()
             raise RunnerError(
                 f"A trial process cannot be started: {error}.", "Check the limits on processes and memory."
             ) from error
-        until = time.monotonic() + _START_SECONDS
         try:
-            while not folder.exists():
-                if time.monotonic() > until:
-                    raise RunnerError(
-                        f"The process that starts a trial did not make {folder} within {_START_SECONDS:.0f} s.",
-                        "Search while the machine is less busy, or set TMPDIR to a folder on a local disk.",
-                    )
-                if self.popen.poll() is not None:
-                    raise RunnerError(
-                        f"The process that starts a trial ended with status {self.popen.returncode} before it made "
-                        f"{folder}.",
-                        f"Make {folder.parent} writable, or set TMPDIR to a writable folder.",
-                    )
-                time.sleep(_POLL_SECONDS)
+            self._wait_until_ready()
         except BaseException:
             self.close()
             raise
 
+    def _wait_until_ready(self) -> None:
+        """Wait until the keeper has made the folder. Raises `RunnerError` if it does not."""
+        if not select.select([self._connection], [], [], _START_SECONDS)[0]:
+            raise RunnerError(
+                f"The process that starts a trial did not make {self._folder} within {_START_SECONDS:.0f} s.",
+                "Search while the machine is less busy, or set TMPDIR to a folder on a local disk.",
+            )
+        if self._connection.recv(1) != keeper.READY:
+            raise RunnerError(
+                f"The process that starts a trial ended with status {self.popen.wait()} before it made {self._folder}.",
+                f"Make {self._folder.parent} writable, or set TMPDIR to a writable folder.",
+            )
+
     def start(self) -> None:
         """Start the program."""
-        self.popen.send_signal(keeper.GO_ON)
+        self._request(keeper.START)
 
     def processes(self) -> list[psutil.Process]:
         """Return the running processes of the program: its own first, then its descendants."""
@@ -107,31 +112,57 @@ class Program:
         Only on Linux: elsewhere a paused program would outlive this process, so nothing is done.
         """
         if sys.platform == "linux":
-            self.popen.send_signal(keeper.PAUSE)
+            self._request(keeper.PAUSE)
 
     def resume(self) -> None:
         """Continue a program after `pause`."""
         if sys.platform == "linux":
-            self.popen.send_signal(keeper.GO_ON)
+            self._request(keeper.RESUME)
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Wait until the program and all its descendants have ended, at most this long, and return its exit status.
+
+        It is negative for a signal and 0 if the program was ended; None if the program still runs.
+        """
+        if not select.select([self._connection], [], [], seconds)[0]:
+            return None
+        try:
+            status = self._connection.recv(16, socket.MSG_PEEK)  # the message stays to be read again
+        except ConnectionResetError:
+            status = b""
+        return int(status or self.popen.wait())  # the keeper's own where it failed or was killed
+
+    def poll(self) -> int | None:
+        """Return the program's exit status, None if it still runs, at once."""
+        return self.wait(0.0)
 
     def end(self) -> None:
         """Have the keeper kill the program and its descendants, and wait until they are gone. The folder stays."""
-        self.popen.send_signal(keeper.END)
-        try:
-            self.popen.wait(keeper.END_SECONDS + KILL_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            self.popen.wait()
-        if self.popen.returncode:  # the keeper may have failed, or was killed itself
-            kill_marked(self._mark)
+        self._request(keeper.END)
+        if self.wait(keeper.END_SECONDS + KILL_SECONDS) is None or self.popen.poll() is not None:
+            self._kill_all()
 
     def close(self) -> None:
-        """End the program, then remove its folder, also if Ctrl-C comes meanwhile."""
-        try:
-            self.end()
+        """Have the keeper end the program and remove its folder, and wait until both are gone.
+
+        After Ctrl-C while this waits, the keeper does it all the same.
+        """
+        self._request(keeper.REMOVE)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(keeper.END_SECONDS + KILL_SECONDS)
+        if self.popen.returncode != 0:  # the keeper hangs, has failed or was killed
+            self._kill_all()
             shutil.rmtree(self._folder, ignore_errors=True)
-        finally:  # once more, where Ctrl-C came in the middle
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._connection.close()
+
+    def _request(self, request: bytes) -> None:
+        with contextlib.suppress(ConnectionError):  # the keeper was killed
+            self._connection.sendall(request)
+
+    def _kill_all(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+        kill_marked(self._mark)
 
 
 def new_folder() -> Path:

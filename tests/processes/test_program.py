@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -111,9 +112,65 @@ def test_a_program_itself_hears_such_a_signal(number: int) -> None:
     program = Program([sys.executable, "-c", text], os.environ, new_folder(), stdin=null, stdout=null, stderr=null)
     program.start()
     try:
-        assert program.popen.wait(GONE_SECONDS) == -number
+        assert program.wait(GONE_SECONDS) == -number
     finally:
         program.close()
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Program]:
+    """A program that has started another one, whose process id is in the file `child`, and sleeps."""
+    child = f"subprocess.Popen(['sleep', '1000']).pid, file=open({str(tmp_path / 'child')!r}, 'w')"
+    null = subprocess.DEVNULL
+    arguments = [sys.executable, "-c", f"import subprocess, time; print({child}); time.sleep(1000)"]
+    started = Program(arguments, os.environ, tmp_path / "folder", stdin=null, stdout=null, stderr=null)
+    started.start()
+    yield started
+    if started.popen.returncode is None:
+        started.close()
+
+
+def test_ctrl_c_while_it_is_closed_leaves_nothing(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = number_in(tmp_path / "child")
+    with monkeypatch.context() as patch:
+        patch.setattr(program.popen, "wait", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            program.close()
+    eventually(lambda: is_gone(child), "it went on")
+    eventually(lambda: not (tmp_path / "folder").exists(), "its temporary files are there")
+
+
+def test_ctrl_c_between_its_end_and_its_close_leaves_nothing_when_this_process_lets_go_of_it(
+    program: Program, tmp_path: Path
+) -> None:
+    program.end()
+    assert (tmp_path / "folder").is_dir()
+    program._connection.close()  # as the kernel does when a process ends
+    eventually(lambda: not (tmp_path / "folder").exists(), "its temporary files are there")
+    assert program.popen.wait(GONE_SECONDS) == 0
+
+
+def test_a_killed_keeper_leaves_nothing(program: Program, tmp_path: Path) -> None:
+    child = number_in(tmp_path / "child")
+    program.popen.kill()
+    program.end()
+    assert is_gone(child)
+    assert program.poll() == -signal.SIGKILL
+    program.close()
+    assert not (tmp_path / "folder").exists()
+
+
+def test_a_status_can_be_asked_for_more_than_once_and_the_folder_stays_until_the_close() -> None:
+    null, folder = subprocess.DEVNULL, new_folder()
+    program = Program([sys.executable, "-c", "exit(3)"], os.environ, folder, stdin=null, stdout=null, stderr=null)
+    assert program.poll() is None
+    program.start()
+    assert [program.wait(GONE_SECONDS), program.wait(), program.poll()] == [3, 3, 3]
+    assert folder.is_dir()
+    program.close()
+    assert not folder.exists()
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_children_of_a_template_that_built_train_as_those_that_build_their_own(t
         template = max(psutil.Process().children(recursive=True), key=psutil.Process.create_time)
         template.kill()
         assert runner._process is not None
-        runner._process._popen.wait(60)  # the status of a fork comes after its end
+        runner._process._program.wait(60)  # the status of a fork comes after its end
         shared.append(runner.submit(spec).result())
     assert len(listener.words("built-in")) == 3
     assert isinstance(own, Measurement)
