@@ -11,21 +11,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+import msgspec
+
 from autotune_amp.command.startable import likely_command, require_startable
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.documents import raise_if_exists
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
-from autotune_amp.core.recommendation import NothingWorksError, Recommendation, SearchInterruptedError
+from autotune_amp.core.recommendation import Fingerprint, NothingWorksError, Recommendation, SearchInterruptedError
 from autotune_amp.core.text import shell_line
 from autotune_amp.core.workload import Workload
-from autotune_amp.distributed import answer_on_first, place
+from autotune_amp.distributed import answer_on_first, left_no_answer, place
+from autotune_amp.hardware import identify
 from autotune_amp.interruption import interruptible
 from autotune_amp.report.files import update_report
 from autotune_amp.search.command import CommandSource
-from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
+from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, RANKING, SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.source import Source, live_source, target
-from autotune_amp.search.storage.cache import search
+from autotune_amp.search.storage.cache import cached_recommendation, shared_recommendation
+from autotune_amp.search.storage.folder import StudyFolder
 
 if TYPE_CHECKING:
     from autotune_amp.core.outcome import Fidelity
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
 WorkloadArgument: TypeAlias = Workload | Callable[[], Workload] | CommandTemplate | str | None
 
 DEFAULT_TARGET = "autotune_amp.workloads:workload"
+# Options that do not change the measurements: where a search writes, its devices, and its ranking.
+_OPTIONS_OUTSIDE_FINGERPRINT = ("study", "out", "storage", "devices", "ray", *RANKING)
 
 
 @interruptible()
@@ -112,7 +118,7 @@ def recommend_config(
         with _shown_progress(quiet, progress) as shown_progress:
             warn = _warn if quiet else shown_progress.note
             try:
-                recommendation = search(source, options, shown_progress, is_fresh=fresh, is_rerun=launch.is_rerun)
+                recommendation = _search(source, options, shown_progress, is_fresh=fresh, is_rerun=launch.is_rerun)
             except (NothingWorksError, SearchInterruptedError):
                 update_report(Path(out, study or source.name), shown_progress.note, warn)
                 raise
@@ -120,6 +126,34 @@ def recommend_config(
             return recommendation
 
     return answer_on_first(run_search, launch, budget)
+
+
+def _search(
+    source: Source, options: SearchOptions, progress: Progress, *, is_fresh: bool, is_rerun: bool = False
+) -> Recommendation:
+    """Return the cached recommendation, or search. With `is_rerun`, only return the one saved by the first process."""
+    folder = StudyFolder(options.out, options.study or source.name)
+    fields = msgspec.to_builtins(options)
+    settings = {name: fields[name] for name in fields if name not in _OPTIONS_OUTSIDE_FINGERPRINT}
+    cached = folder.cached()
+    # The hardware of a cluster's node is known once it is reached.
+    fingerprint = None if options.ray else source.fingerprint(settings, identify(options.first_device))
+    if fingerprint is not None and (is_rerun or not is_fresh):
+        recommendation = cached_recommendation(cached, options, folder, progress, fingerprint)
+        if recommendation is not None:
+            return recommendation
+    if is_rerun:
+        raise left_no_answer(folder.path, cached, fingerprint)
+    from autotune_amp.search.search import run_search
+
+    def saved_recommendation_for(fingerprint: Fingerprint) -> Recommendation | None:
+        """Return the saved recommendation for `fingerprint`, or None. Call it with the folder locked."""
+        recommendation = cached_recommendation(cached, options, folder, progress, fingerprint)
+        return recommendation or shared_recommendation(source, options, folder, progress, fingerprint)
+
+    return run_search(
+        source, options, progress, folder, settings, cached, fingerprint, saved_recommendation_for, is_fresh=is_fresh
+    )
 
 
 @interruptible()

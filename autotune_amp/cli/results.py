@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune_amp.cli.options import OBJECTIVE, Folder, Json, Price, Samples, Steps, option, recommendation_output
+from autotune_amp.cli.app import OBJECTIVE, Folder, Json, Price, Samples, Steps, option, recommendation_output
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.report.output import json_document, write_message, write_output
 

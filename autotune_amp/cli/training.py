@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from autotune_amp.cli.options import (
+from autotune_amp.cli.app import (
     OBJECTIVE,
     TRY,
     Device,

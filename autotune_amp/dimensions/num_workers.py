@@ -11,7 +11,7 @@ from autotune_amp.dimensions.dimension import Dimension
 class _NumWorkers(Dimension[int | None]):
     """Number of worker processes, None for the user's own. Others are tried if the loader limits the speed.
 
-    See `search.stages.variants`.
+    See `search.stages.workers`.
     """
 
     name = "num_workers"

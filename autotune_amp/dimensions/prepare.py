@@ -11,7 +11,6 @@ from torch import nn
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.setting import Setting
 from autotune_amp.dimensions import VARIANTS
-from autotune_amp.dimensions.dimension import APPLIED_ALREADY, Variant
 from autotune_amp.dimensions.live_training import LiveTraining
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -44,18 +43,3 @@ def prepare(config: Setting, model: Model, optimizer: Optimizers) -> tuple[Model
     for variant, value in variants.items():
         variant.change_once(value, live)
     return model, optimizer
-
-
-def supported_values(live: LiveTraining) -> dict[str, dict[str, str | None]]:
-    """Return the non-default values of each variant: None if supported, otherwise the reason why not."""
-
-    def unsupported_reason(variant: Variant, value: str) -> str | None:
-        try:
-            return APPLIED_ALREADY if variant.is_applied(value, live) else variant.unsupported_reason(value, live)
-        except Exception as error:  # user code may raise anything; the search goes on without this variant
-            return f"inspecting the model raised {type(error).__name__}: {error}"
-
-    return {
-        name: {value: unsupported_reason(variant, value) for value in variant.others}
-        for name, variant in VARIANTS.items()
-    }

@@ -33,10 +33,9 @@ from autotune_amp.processes.on_ray.cluster import Cluster
 from autotune_amp.processes.on_ray.slots import RayDevices
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
-from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
-from autotune_amp.search.planner import MIN_ROUNDS, Budget, Planner
+from autotune_amp.search.planner import MIN_ROUNDS, Budget, JobDefaults, Planner
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run_stages
 from autotune_amp.search.source import OpenedWorkload, Source, held_bytes, open_workload
@@ -45,7 +44,8 @@ from autotune_amp.search.stages.checks import Checks, LossScales, TrainedWeights
 from autotune_amp.search.stages.confirm import ConfirmationRounds, LargerBatchTrials, OneRankTrial
 from autotune_amp.search.stages.explore import exploration_stages, share_building, untried_seed
 from autotune_amp.search.stages.fallbacks import Fallbacks
-from autotune_amp.search.stages.variants import LoaderWorkers, Variants
+from autotune_amp.search.stages.variants import Variants
+from autotune_amp.search.stages.workers import LoaderWorkers
 from autotune_amp.search.storage import shared
 from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.search.storage.study import Study

@@ -363,3 +363,11 @@ def _thin(sizes: list[int], keep: int) -> list[int]:
     wanted = [sizes[0] * math.exp(ratio * k) for k in range(num)]
     chosen = {min(sizes, key=lambda size: abs(math.log(size / target))) for target in wanted}
     return sorted(chosen | {sizes[0], sizes[-1]} | ({keep} & set(sizes)))
+
+
+def is_hopeless(hardware: Hardware, precision: Precision) -> bool:
+    """Whether a precision is emulated and its matrix products are `HOPELESS_SLOWDOWN` times slower than fp32's."""
+    capability, reference = hardware.precisions[precision], hardware.precisions.get("fp32")
+    if capability.level != "emulated" or reference is None or reference.matmul_flops_per_second is None:
+        return False
+    return HOPELESS_SLOWDOWN * (capability.matmul_flops_per_second or 0.0) < reference.matmul_flops_per_second

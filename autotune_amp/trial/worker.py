@@ -25,8 +25,9 @@ from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.workload import Workload
+from autotune_amp.dimensions import VARIANTS
+from autotune_amp.dimensions.dimension import APPLIED_ALREADY, Variant
 from autotune_amp.dimensions.live_training import LiveTraining
-from autotune_amp.dimensions.prepare import supported_values
 from autotune_amp.hardware import cuda, measure
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision import torch_state
@@ -115,6 +116,21 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
         has_unused_parameters=has_unused,
         **scan_result._asdict(),
     )
+
+
+def supported_values(live: LiveTraining) -> dict[str, dict[str, str | None]]:
+    """Return the non-default values of each variant: None if supported, otherwise the reason why not."""
+
+    def unsupported_reason(variant: Variant, value: str) -> str | None:
+        try:
+            return APPLIED_ALREADY if variant.is_applied(value, live) else variant.unsupported_reason(value, live)
+        except Exception as error:  # user code may raise anything; the search goes on without this variant
+            return f"inspecting the model raised {type(error).__name__}: {error}"
+
+    return {
+        name: {value: unsupported_reason(variant, value) for value in variant.others}
+        for name, variant in VARIANTS.items()
+    }
 
 
 def users_precision(

@@ -26,7 +26,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.processes.devices import ConfirmingProcesses
 from autotune_amp.processes.local import Ability, Isolation, Slot
 from autotune_amp.processes.standby import MAX_PROCESSES, MIN_CORES
-from autotune_amp.search.job_defaults import JobDefaults
+from autotune_amp.search.planner import JobDefaults
 from autotune_amp.trial.jobs import Check, Trial, measurement_limit_seconds
 
 FORK_SECONDS = 0.07  # studies/overheads

@@ -21,10 +21,9 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.processes.devices import ConfirmingProcesses
 from autotune_amp.processes.local import Slot
 from autotune_amp.search.answer.decide import decide
-from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
-from autotune_amp.search.planner import Planner
+from autotune_amp.search.planner import JobDefaults, Planner
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, Runner, Watchers, run_stages
 from autotune_amp.search.search import search_stages

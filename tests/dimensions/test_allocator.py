@@ -17,9 +17,9 @@ from autotune_amp.core.evidence import export_lines
 from autotune_amp.core.setting import Setting
 from autotune_amp.dimensions import ALLOCATOR, COMPILE
 from autotune_amp.dimensions.live_training import LiveTraining
-from autotune_amp.dimensions.prepare import supported_values
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.training import make_training
+from autotune_amp.trial.worker import supported_values
 
 VALUE = "expandable_segments"
 

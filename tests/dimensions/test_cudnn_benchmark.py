@@ -12,7 +12,7 @@ from autotune_amp import AmpConfig
 from autotune_amp.dimensions import CUDNN_BENCHMARK, numerics_of
 from autotune_amp.dimensions.dimension import APPLIED_ALREADY
 from autotune_amp.dimensions.live_training import LiveTraining
-from autotune_amp.dimensions.prepare import supported_values
+from autotune_amp.trial.worker import supported_values
 
 CONVOLUTION, LINEAR = nn.Conv1d(2, 2, 1), nn.Linear(2, 2)
 

@@ -23,7 +23,6 @@ from autotune_amp.core.outcome import Fidelity, Measurement
 from autotune_amp.core.setting import Fp8Recipe, Setting
 from autotune_amp.dimensions import FP8_RECIPE
 from autotune_amp.dimensions.live_training import LiveTraining
-from autotune_amp.dimensions.prepare import supported_values
 from autotune_amp.precision import fp8, torch_state
 from autotune_amp.precision.forward_wrapper import pin_fp32, unpin
 from autotune_amp.processes.local import LocalBackend, Payload
@@ -31,6 +30,7 @@ from autotune_amp.processes.process import Watcher
 from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Check, Trial
+from autotune_amp.trial.worker import supported_values
 
 CPU = torch.device("cpu")
 RECIPES: tuple[Fp8Recipe, ...] = ("rowwise", "tensorwise")

@@ -23,7 +23,6 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.dimensions import COMPILE
 from autotune_amp.dimensions.compile import compile_in_place
 from autotune_amp.dimensions.live_training import LiveTraining
-from autotune_amp.dimensions.prepare import supported_values
 from autotune_amp.precision import torch_state
 from autotune_amp.processes.local import LocalBackend, Payload
 from autotune_amp.processes.process import Watcher
@@ -32,6 +31,7 @@ from autotune_amp.trial.context import Context, LoopState, make_model
 from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.timing import CompileWatch
 from autotune_amp.trial.training import make_training
+from autotune_amp.trial.worker import supported_values
 
 CPU = torch.device("cpu")
 NEEDS_CXX = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, g++, on a CPU")

@@ -32,10 +32,9 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.processes.local import Ability, Slot
 from autotune_amp.search.answer.decide import decide
-from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.loss_scales import AllScales
-from autotune_amp.search.planner import Planner
+from autotune_amp.search.planner import JobDefaults, Planner
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run_stages
 from autotune_amp.search.space import Space

@@ -11,9 +11,8 @@ from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome, Record
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.answer.explain import nothing_works_error
-from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.planner import Budget, Planner
+from autotune_amp.search.planner import Budget, JobDefaults, Planner
 from autotune_amp.search.ranking import failures
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.explore import MAX_PROCESSES, next_promising

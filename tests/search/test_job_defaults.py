@@ -9,19 +9,17 @@ from typing import Any
 import pytest
 from scripted_backend import candidate, described, hardware, ledger_of
 
+from autotune_amp import recommend_config
 from autotune_amp.core.outcome import Record, SampleSizes
 from autotune_amp.core.recommendation import SearchInterruptedError
 from autotune_amp.hardware import machine_load
 from autotune_amp.processes.local import LocalBackend
 from autotune_amp.search.answer.decide import memory_evidence
 from autotune_amp.search.answer.explain import memory_warnings
-from autotune_amp.search.job_defaults import JobDefaults
-from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.planner import JobDefaults
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.ranking import SettingRuns
-from autotune_amp.search.source import target
 from autotune_amp.search.space import Space
-from autotune_amp.search.storage.cache import search
 
 LARGEST = tuple(range(512))
 SIZES = SampleSizes(
@@ -73,10 +71,8 @@ def test_where_others_processes_are_hidden_the_load_average_is_said_before_the_f
 
     monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
     monkeypatch.setattr(machine_load, "_processes", lambda _: None)  # as on macOS
-    source = target("autotune_amp.workloads:workload")
-    options = SearchOptions(device="cpu", budget_seconds=60.0, out=str(tmp_path))
     with pytest.raises(SearchInterruptedError, match=r"before the first trial\.\n"):
-        search(source, options, Listening(), is_fresh=True)
+        recommend_config(device="cpu", budget=60.0, out=str(tmp_path), progress=Listening())
 
 
 def test_ctrl_c_once_more_while_processes_end_still_gives_the_best_so_far(
@@ -97,8 +93,6 @@ def test_ctrl_c_once_more_while_processes_end_still_gives_the_best_so_far(
 
     end = LocalBackend.close
     monkeypatch.setattr(LocalBackend, "close", close)
-    source = target("autotune_amp.workloads:workload")
-    options = SearchOptions(device="cpu", budget_seconds=100.0, out=str(tmp_path))
     with pytest.raises(SearchInterruptedError, match="after 1 trial; the best so far is in") as caught:
-        search(source, options, Impatient(), is_fresh=True)
+        recommend_config(device="cpu", budget=100.0, out=str(tmp_path), progress=Impatient())
     assert caught.value.best is not None

@@ -13,7 +13,7 @@ from autotune_amp.search.planner import DEADLINE_RATIO
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import exploration_stages
-from autotune_amp.search.stages.variants import LoaderWorkers
+from autotune_amp.search.stages.workers import LoaderWorkers
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
 

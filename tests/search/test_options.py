@@ -6,7 +6,7 @@ import pytest
 import typer
 from msgspec.structs import replace
 
-from autotune_amp.cli.options import app
+from autotune_amp.cli.app import app
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.search.options import _OPTIONS, DEFAULT_NUM_STEPS, MAX_STEPS, SEED_LIMIT, SearchOptions
 

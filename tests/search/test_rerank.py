@@ -195,7 +195,7 @@ def test_a_cached_answer_is_ranked_again_only_where_another_is_asked_for(
 
 def test_a_plain_cached_answer_imports_nothing_for_it() -> None:
     program = (
-        "import sys, autotune_amp.search.storage.cache\n"
+        "import sys, autotune_amp.api\n"
         "heavy = {'rich', 'optuna', 'filelock', 'numpy', 'torch', 'autotune_amp.search.answer.decide', "
         "'autotune_amp.search.ledger'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"

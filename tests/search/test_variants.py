@@ -19,8 +19,7 @@ from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.checks import Checks
-from autotune_amp.search.stages.variants import Variants
-from autotune_amp.search.variants import reason_not_to_try, variant_rows
+from autotune_amp.search.stages.variants import Variants, reason_not_to_try, variant_rows
 from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
 

@@ -34,13 +34,12 @@ from autotune_amp.diagnostics.profile_amp import (
 )
 from autotune_amp.hardware import identify
 from autotune_amp.precision.modes import MIXED_PRECISIONS, MODES
-from autotune_amp.search.job_defaults import is_hopeless
 from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.planner import Budget
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
 from autotune_amp.search.source import OpenedWorkload, Source, failure_message, loaded_backend, open_workload
-from autotune_amp.search.space import ASSUMED_BATCH_SIZE
+from autotune_amp.search.space import ASSUMED_BATCH_SIZE, is_hopeless
 from autotune_amp.trial.jobs import Trial
 
 DEADLINE_SECONDS = 600.0  # per process

@@ -36,7 +36,7 @@ from autotune_amp.core.recommendation import MAX_WARNINGS, Decision, Recommendat
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import machine_load
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search import loss_scales, ranking, variants
+from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.answer import explain
 from autotune_amp.search.gains import gain_interval, other_process_speeds, speedup
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
@@ -44,6 +44,7 @@ from autotune_amp.search.options import RANKING, SearchOptions
 from autotune_amp.search.ranking import MIN_GAIN, SettingRuns, best_runs, confirm_runs, data_share
 from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.fallbacks import fallback_plans
+from autotune_amp.search.stages.variants import variant_rows
 from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
 from autotune_amp.trial.memory import recommended_environment
@@ -134,7 +135,7 @@ def decide(
         excluded=excluded,
         candidates=explain.candidate_rows(ledger, excluded, environment),
         fidelity=tuple(ledger.fidelity.values()),
-        variants=variants.variant_rows(ledger, Setting.of(config), is_budget_spent=is_budget_spent),
+        variants=variant_rows(ledger, Setting.of(config), is_budget_spent=is_budget_spent),
         outlook=_outlook(ledger, evidence),
         notes=tuple(dict.fromkeys((*warnings[MAX_WARNINGS:], *notes))),
     )

@@ -14,13 +14,13 @@ from msgspec.structs import replace
 from autotune_amp.core.outcome import Measurement, Purpose
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.gains import gain_and_rounds_to_settle
-from autotune_amp.search.job_defaults import JobDefaults
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.planner import (
     CONFIRM_SECONDS,
     MAX_CONFIRM_STEPS,
     MIN_ROUNDS,
     SAFETY,
+    JobDefaults,
     Planner,
     ending_seconds,
 )

@@ -23,13 +23,12 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import Backend
-from autotune_amp.search.job_defaults import JobDefaults, is_hopeless
 from autotune_amp.search.ledger import Ledger
-from autotune_amp.search.planner import Planner, num_timed_passes
+from autotune_amp.search.planner import JobDefaults, Planner, num_timed_passes
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.ranking import is_limited_by_data
 from autotune_amp.search.run import Stage
-from autotune_amp.search.space import Space, excluded_by_outcomes, without_excluded
+from autotune_amp.search.space import Space, excluded_by_outcomes, is_hopeless, without_excluded
 from autotune_amp.search.stages.checks import AccumulationCheck, Checks
 from autotune_amp.search.stages.throughput_model import ThroughputModel
 from autotune_amp.search.storage.study import Study

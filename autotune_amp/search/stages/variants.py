@@ -1,37 +1,44 @@
-"""Stages that try, on the leader, values of further dimensions and, where loading data limits the speed, more workers.
+"""Further dimensions: the stage that tries their values on the leader, the choice of values, and the report's rows.
 
-The leader is the setting that would be recommended now. One dimension is changed at a time, and the best value kept.
+The leader is the setting that would be recommended now, among those that a config can express. One dimension is changed
+at a time, and the best value kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from statistics import median
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
-from autotune_amp.core.outcome import Measurement
+from autotune_amp.core.outcome import Failure, Measurement, Profiled, Record
+from autotune_amp.core.recommendation import VariantRow
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.job_defaults import JobDefaults
+from autotune_amp.dimensions import DIMENSIONS, TRIED_ON_LEADER
+from autotune_amp.dimensions.dimension import Dimension, Leader
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
-from autotune_amp.search.ranking import MAX_DATA_SHARE, MIN_GAIN, UNDECIDED_TIER, data_share, rank
+from autotune_amp.search.ranking import (
+    MIN_GAIN,
+    check_key,
+    needs_check,
+)
 from autotune_amp.search.stages.checks import Checks
-from autotune_amp.search.stages.explore import is_ordinary_apart_from_pins, next_promising, untried_promising_settings
-from autotune_amp.search.variants import is_worth_trying, neighbouring_batch_sizes, next_setting, setting_to_profile
+from autotune_amp.search.stages.explore import next_promising
+from autotune_amp.search.stages.throughput_model import PRECISION_DEVIATION, VALUE_DEVIATION
 from autotune_amp.trial.jobs import Check, Trial
-from autotune_amp.trial.step_profile.breakdown import ProfileJob
+from autotune_amp.trial.step_profile.breakdown import ProfileJob, break_down, max_speedups
 
 PROFILE_SHARE = 0.05  # share of the remaining time that a profile of the winner may take
 TRACE_SECONDS, NUM_STEPS_FORESEEN = 2.0, 8  # of a profile: seconds to write its trace; steps including the warm-up
 # Deadline of a profile, as a multiple of its predicted seconds: 3.4 to 4 s for a GPT-2 on an H200, 8.5 for a Llama.
 PROFILE_PATIENCE = 5.0
-SHORT_WAIT = 0.05  # share of a step spent waiting for data below which more workers have little to gain
-SAME_WAIT = 0.9  # ratio of waits above which more workers did not help; the speed alone can mislead
-HANDOVER_SECONDS = 1e-3  # time to pass a batch from a worker process: workers cannot reduce a shorter wait
+# Limit of the speed-up by further dimensions: 2.1 was the most in ten training runs on an H200 (studies/real_card).
+MAX_SPEEDUP = 2.5
+# Expected gain from a normally distributed effect of mean 0, in standard deviations, if a negative one is not used.
+_GAINED = 1 / math.sqrt(2 * math.pi)
 
 
 @dataclass
@@ -77,99 +84,288 @@ class Variants:
         return setting
 
 
-@dataclass
-class LoaderWorkers:
-    """Stage that raises the number of loader workers while that shortens the wait for data, and checks the new leader.
+def dimensions_by_worth(ledger: Ledger) -> list[Dimension[Any]]:
+    """Return the dimensions in the order to try: by their largest possible gain per second of a trial."""
+    gains = _max_speedups(ledger)
 
-    Once steps hardly wait, batch sizes that were compared only by estimates without the wait are explored again.
+    def gain_per_second(dimension: Dimension[Any]) -> float:
+        gain = min(gains.get(name, 1.0) for name in (dimension.name, *dimension.sets_also))
+        return math.log(gain) / _least_seconds(ledger, dimension)
+
+    return sorted(TRIED_ON_LEADER, key=gain_per_second, reverse=True)
+
+
+def _least_seconds(ledger: Ledger, dimension: Dimension[Any]) -> float:
+    """Return the least seconds that a trial of a dimension's value takes."""
+    # A command's run that was measured while it was described has a record without seconds.
+    trials = [
+        r for r in ledger.actual.trials if isinstance(o := r.outcome, Measurement) and r.seconds > o.first_step_seconds
+    ]
+    trial_seconds = min((r.seconds for r in trials), default=1.0)
+    return trial_seconds + dimension.extra_seconds
+
+
+def setting_to_profile(ledger: Ledger) -> Setting | None:
+    """Return the leader if a profile of its step would help to order the dimensions to try, else None."""
+    if "profile" not in ledger.space.checks or any(record.purpose == "profile" for record in ledger.records):
+        return None
+    leader = _leader(ledger)
+    if leader is None or leader.active_variants or ledger.objective == "memory":
+        return None
+    dimensions = [
+        dimension
+        for dimension in TRIED_ON_LEADER
+        if dimension.removable
+        for value in ledger.space.variants.get(dimension.name, ())
+        if not _trials_of(ledger, dimension, value) and reason_not_to_try(ledger, dimension, value) is None
+    ]
+    return leader if dimensions else None
+
+
+def _max_speedups(ledger: Ledger) -> dict[str, float]:
+    """Return an upper bound of the speed-up by each dimension, from the profile; empty without one."""
+    record = next((record for record in ledger.records if isinstance(record.outcome, Profiled)), None)
+    if record is None or record.candidate not in ledger.measurements:
+        return {}
+    assert isinstance(record.outcome, Profiled)
+    breakdown = break_down(ledger.measurements[record.candidate], record.outcome, None)
+    return {} if breakdown is None or breakdown.note is not None else max_speedups(breakdown)
+
+
+def next_setting(ledger: Ledger, is_worth: Callable[[Setting], bool] = lambda _: True) -> Setting | None:
+    """Return the next setting to try, or None once none `is_worth` its seconds.
+
+    It is the leader with a value that was not tried yet, or else with values that were faster on other settings.
     """
-
-    is_exclusive: ClassVar[bool] = False
-    checks: Checks
-
-    def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
-        """Return the next check, else another trial, or None."""
-        check, left_seconds = self.checks.next(ledger, planner), planner.seconds_before_confirmation(ledger)
-        if check is not None or not planner.has_time_for_trial(ledger, left_seconds):
-            return check
-        setting = self.setting(ledger, planner.job_defaults) or self._promising(ledger, planner, left_seconds)
-        return None if setting is None else planner.trial(ledger, setting, left_seconds)
-
-    def setting(self, ledger: Ledger, job_defaults: JobDefaults) -> Setting | None:
-        """Return the best setting if no step waited for data, with the next number of workers; None if none may gain.
-
-        The number of workers is doubled up to the number of CPUs, until the wait is short, a trial fails, or it is no
-        faster than with half as many workers and waits no less. That last rule does not hold for one worker: it only
-        overlaps loading with training, and the second one doubles the loading rate.
-        """
-        own_num_workers, num_cpus = job_defaults.description.num_workers, job_defaults.num_cpus
-        trials = [r for r in ledger.records if r.purpose == "search"]
-        waits = {
-            r.candidate: data_share(r.outcome)
-            for r in trials
-            if isinstance(r.outcome, Measurement)
-            and not r.outcome.was_cut
-            and r.candidate.num_workers is None
-            and not r.candidate.as_found
-        }
-        speeds, tiers = ledger.speeds, ledger.pending_tiers
-        speeds_without_wait = {c: speed / (1 - waits[c]) for c, speed in speeds.items() if c in waits}
-        if own_num_workers is None or not speeds_without_wait:
-            return None
-        target = rank(speeds_without_wait, tiers=tiers)[0]
-        fastest = max(speed for c, speed in speeds.items() if tiers[c] <= max(UNDECIDED_TIER, tiers[target]))
-        wait_seconds = waits[target] * target.batch_size / speeds[target]
-        if waits[target] <= MAX_DATA_SHARE or wait_seconds < HANDOVER_SECONDS:
-            return None
-        if speeds_without_wait[target] <= (1 + MIN_GAIN) * fastest:
-            return None
-        tried = {r.candidate: r.outcome for r in trials}
-        speed_before, share_before = speeds[target], waits[target]
-        for num_workers in worker_counts(own_num_workers, num_cpus):
-            outcome = tried.get(setting := replace(target, num_workers=num_workers))
-            if outcome is None:
+    leader = _leader(ledger)
+    if leader is None:
+        return None
+    tried = {record.candidate for record in ledger.counted_trials}
+    for dimension in dimensions_by_worth(ledger):
+        for value in ledger.space.variants.get(dimension.name, ()):
+            if _trials_of(ledger, dimension, value) or reason_not_to_try(ledger, dimension, value) is not None:
+                continue
+            setting = _at_larger_batch_if_memory_freed(ledger, dimension.on(leader, value))
+            if setting not in tried and is_worth(setting):
                 return setting
-            if not isinstance(outcome, Measurement) or data_share(outcome) < SHORT_WAIT:
-                break
-            is_no_faster = outcome.samples_per_second <= (1 + MIN_GAIN) * speed_before
-            if num_workers > 1 and is_no_faster and data_share(outcome) > SAME_WAIT * share_before:
-                break
-            speed_before, share_before = outcome.samples_per_second, data_share(outcome)
-        # If the wait still limits the speed, a setting with fewer risks reaches the same speed.
-        leader = rank({c: speed for c, speed in speeds.items() if c.with_own_workers == target})[0]
-        limited_speeds = {c: min(speed, speeds[leader]) for c, speed in speeds_without_wait.items()}
-        safer = replace(rank(limited_speeds, tiers=tiers)[0], num_workers=leader.num_workers)
-        return None if safer in tried else safer
-
-    def _promising(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
-        """Return the setting to try next, with the fewest workers that ended the wait; None if none is worth it."""
-        sufficient_numbers = [
-            c.num_workers
-            for c, measurements in ledger.measurements.items()
-            if c.num_workers is not None
-            and not c.active_variants
-            and median(map(data_share, measurements)) < SHORT_WAIT
-        ]
-        is_settled = ledger.shortlist is None or ledger.shortlist.winner.active_variants or ledger.objective == "memory"
-        if not sufficient_numbers or is_settled:
-            return None
-        num_workers = min(sufficient_numbers)
-        failed = [c for c in ledger.failures if c.num_workers == num_workers]
-        observed: dict[Setting, list[float]] = {}
-        for setting, throughputs in ledger.throughputs(without_waiting=True).items():
-            if is_ordinary_apart_from_pins(setting.with_own_workers):
-                observed.setdefault(replace(setting, num_workers=num_workers), []).extend(throughputs)
-        untried = [
-            replace(c, num_workers=num_workers)
-            for c in untried_promising_settings(ledger, planner.job_defaults, observed)
-            if all(c.precision != other.precision or c.batch_size < other.batch_size for other in failed)
-        ]
-        return next_promising(ledger, planner, observed, left_seconds, untried)
+    together = _combined_values(ledger, leader)
+    return next((setting for setting in together if setting not in tried and is_worth(setting)), None)
 
 
-def worker_counts(own_num_workers: int, num_cpus: int) -> Iterator[int]:
-    """Yield the numbers of workers to try: the user's own number doubled repeatedly, up to the number of CPUs."""
-    number = own_num_workers
-    while number < num_cpus:
-        number = min(max(1, 2 * number), num_cpus)
-        yield number
+def is_worth_trying(ledger: Ledger, planner: Planner, setting: Setting) -> bool:
+    """Whether the leader with another value may gain enough for the seconds of its trial, compilation and check.
+
+    Always true if the user named the dimensions to try.
+    """
+    leader = _leader(ledger)
+    if ledger.space.are_variants_named or leader is None or ledger.objective != "speed":
+        return True
+    names = [d.name for d in TRIED_ON_LEADER if getattr(setting, d.name) != getattr(leader, d.name)]
+    max_speedup = min((gain for name, gain in _max_speedups(ledger).items() if name in names), default=math.inf)
+    gain = min(
+        _GAINED * (PRECISION_DEVIATION if setting.precision != leader.precision else VALUE_DEVIATION), max_speedup - 1
+    )
+    seconds = planner.trial_seconds(ledger, min(m.step_seconds for m in ledger.measurements[leader]))
+    if setting.is_compiled:
+        seconds += planner.compile_seconds(ledger)
+    if needs_check(setting, ledger.space) and check_key(setting) not in ledger.fidelity:
+        seconds += planner.check_seconds(ledger)
+    return gain > planner.least_gain(seconds)
+
+
+def reason_not_to_try(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str | None:
+    """Return the reason not to try an available value on the leader, or None."""
+    leader_setting = _leader(ledger)
+    if leader_setting is None:
+        return "no setting that a config can express is fast enough to overtake the baseline"
+    setting = dimension.on(leader_setting, value)
+    leader = Leader(
+        setting=leader_setting,
+        objective=ledger.objective,
+        measurements=ledger.measurements,
+        trials=ledger.counted_trials,
+        values=ledger.space.variants,
+        are_values_named=ledger.space.are_variants_named,
+        num_steps=ledger.num_steps,
+    )
+    if leader.effect not in dimension.affects:
+        return f"it has no effect on {leader.effect}"
+    if setting.misfits:
+        return f"it cannot be combined with {leader_setting.precision}, which is the fastest"
+    active_dimensions = (other for other in DIMENSIONS if other.value_in(setting) is not None)
+    reasons = (other.reason_against_setting(setting, leader) for other in active_dimensions)
+    reason = next(filter(None, reasons), None) or dimension.reason_against(value, leader)
+    if reason is None and dimension.frees_memory and leader.effect == "speed":
+        is_memory_short = _next_batch_out_of_memory(ledger, leader_setting) is not None
+        return None if is_memory_short else "it frees memory, and no larger batch ran out of it"
+    return reason
+
+
+def _leader(ledger: Ledger) -> Setting | None:
+    """Return the leader, or None if it is too slow to overtake the baseline by any further dimension."""
+    shortlist = ledger.shortlist
+    if shortlist is None:
+        return None
+    leader = shortlist.runner_up if shortlist.winner.as_found else shortlist.winner
+    baseline_merit, leader_merit = (
+        ledger.measured_merits.get(c) if c is not None else None for c in (shortlist.baseline, leader)
+    )
+    if ledger.objective == "speed" and baseline_merit is not None and leader_merit is not None:
+        is_hopeless = MAX_SPEEDUP * leader_merit.samples_per_second < baseline_merit.samples_per_second
+        return None if is_hopeless else leader
+    return leader
+
+
+def _at_larger_batch_if_memory_freed(ledger: Ledger, setting: Setting) -> Setting:
+    """Return `setting`, at the next larger batch if that ran out of memory and the setting frees memory."""
+    if not _frees_memory(setting) or ledger.objective == "memory":
+        return setting
+    larger = _next_batch_out_of_memory(ledger, setting)
+    return setting if larger is None else _with_batch_size_of(larger, setting)
+
+
+def _frees_memory(setting: Setting) -> bool:
+    return any(d.frees_memory and d.value_in(setting) is not None for d in DIMENSIONS)
+
+
+def _next_batch_out_of_memory(ledger: Ledger, setting: Setting) -> Setting | None:
+    """Return the candidate with the smallest batch larger than `setting`'s that cannot fit in memory, or None."""
+    precisions = setting.precision, setting.autocast_precision
+    oom_sizes = [c.batch_size for c, f in ledger.failures.items() if f.kind == "oom" and c.precision in precisions]
+    larger = [c for c in _candidates_in_precision(ledger, setting) if c.batch_size > setting.batch_size]
+    too_large = [c for c in larger if oom_sizes and c.batch_size >= min(oom_sizes)]
+    return too_large[0] if too_large else None
+
+
+def _combined_values(ledger: Ledger, leader: Setting) -> Iterator[Setting]:
+    """Yield the leader with each value that was faster on another setting.
+
+    On several devices values are tried at the same time, each by itself.
+    """
+    for dimension in dimensions_by_worth(ledger):
+        leader_value = getattr(leader, dimension.name)
+        for value in ledger.space.variants.get(dimension.name, ()):
+            setting = _at_larger_batch_if_memory_freed(ledger, dimension.on(leader, value))
+            if not setting.misfits and _is_faster(ledger, dimension, value, leader_value):
+                yield setting
+
+
+def _is_faster(ledger: Ledger, dimension: Dimension[Any], value: Any, other: Any) -> bool:
+    """Whether trials with `value` were 3 % faster than the same setting with `other` at least once."""
+    merits = ledger.measured_merits
+    pairs = [(r.candidate, replace(r.candidate, **{dimension.name: other})) for r in ledger.trials]
+    return any(
+        merits[c].samples_per_second > (1 + MIN_GAIN) * merits[rival].samples_per_second
+        for c, rival in pairs
+        if getattr(c, dimension.name) == value and c in merits and rival in merits
+    )
+
+
+def neighbouring_batch_sizes(ledger: Ledger) -> Iterator[Setting]:
+    """Yield the leader at the next larger and smaller batch size that were not tried with its further dimensions."""
+    winner = _leader(ledger)
+    if winner is None or not winner.active_variants:
+        return
+    tried = {record.candidate for record in ledger.counted_trials}
+    sizes = _candidates_in_precision(ledger, winner)
+    if winner.is_compiled:  # compiling takes tens of seconds, and a compiled winner gains most at a larger batch
+        sizes = [c for c in sizes if c.batch_size >= winner.batch_size]
+    smaller = [c for c in sizes if c.batch_size < winner.batch_size][-1:]
+    larger = [c for c in sizes if c.batch_size > winner.batch_size][:1]
+    for neighbour in (*larger, *smaller):
+        failure = ledger.failures.get(neighbour)
+        setting = _with_batch_size_of(neighbour, winner)
+        if setting not in tried and (failure is None or _frees_memory(winner)):
+            yield setting
+
+
+def _with_batch_size_of(other: Setting, setting: Setting) -> Setting:
+    return replace(setting, batch_size=other.batch_size, accumulation_steps=other.accumulation_steps)
+
+
+def _candidates_in_precision(ledger: Ledger, setting: Setting) -> list[Setting]:
+    """Return the candidates of the setting's precision, ascending by batch size."""
+    return [c for c in ledger.space.candidates if c.precision == setting.autocast_precision]
+
+
+def _trials_of(ledger: Ledger, dimension: Dimension[Any], value: Any) -> list[Record]:
+    trials = [r for r in ledger.counted_trials if r.purpose == "search" and r.candidate != ledger.space.baseline]
+    return [r for r in trials if dimension.is_tried_in(r.candidate, value)]
+
+
+# -- rows of the report ------------------------------------------------------------------------------------------------
+
+
+def variant_rows(ledger: Ledger, chosen: Setting, *, is_budget_spent: bool) -> tuple[VariantRow, ...]:
+    """Return a row for each value of each further dimension: its gain, or the reason that it was not tried."""
+    table = []
+    for dimension in dimensions_by_worth(ledger):
+        name, space = dimension.name, ledger.space
+        for value in space.variants.get(name, ()):
+            is_chosen = dimension.value_in(chosen) == value
+            table.append(_row(ledger, dimension, value, is_chosen=is_chosen, is_budget_spent=is_budget_spent))
+        for value, reason in space.variants_left_out.get(name, {}).items():
+            table.append(VariantRow(name=name, value=str(value), status="untried", reason=reason))
+    return tuple(table)
+
+
+def _row(
+    ledger: Ledger, dimension: Dimension[Any], value: Any, *, is_chosen: bool, is_budget_spent: bool
+) -> VariantRow:
+    gain = _max_speedups(ledger).get(dimension.name)
+    row = VariantRow(name=dimension.name, value=str(value), status="untried", max_speedup=gain)
+    trials = _trials_of(ledger, dimension, value)
+    if not trials:
+        reason = reason_not_to_try(ledger, dimension, value)
+        seconds = _least_seconds(ledger, dimension)
+        at_least = f"a trial takes {seconds:.0f} s or more"
+        untried_reason = f"the search ended before, and {at_least}: a larger --budget tries it"
+        left_out = (
+            f"{at_least}, which is more than it is likely to be worth: --try {dimension.name} tries it all the same"
+        )
+        return replace(row, reason=reason or (untried_reason if is_budget_spent else left_out))
+    record, outcome = trials[0], trials[0].outcome
+    row = replace(row, setting=str(record.candidate))
+    if isinstance(outcome, Failure):
+        return replace(row, status=outcome.kind, reason=outcome.message)
+    assert isinstance(outcome, Measurement)
+    reference = _setting_without(ledger, record.candidate, dimension)
+    row = replace(
+        row,
+        status="chosen" if is_chosen else "tried",
+        first_step_seconds=outcome.first_step_seconds,
+        num_graph_breaks=outcome.num_graph_breaks,
+    )
+    if record.candidate in ledger.ruled_out:
+        row = replace(row, status="excluded", reason=ledger.ruled_out[record.candidate])
+    if (num_steps := ledger.break_even_steps(record.candidate)) is not None:
+        row = replace(row, break_even_steps=None if math.isinf(num_steps) else num_steps)
+    if reference is None:
+        return row
+    reference_measurement = ledger.measurements[reference][-1]
+    (low, high), (base_low, base_high) = (
+        _per_sample(r, m) for r, m in ((record.candidate, outcome), (reference, reference_measurement))
+    )
+    return replace(
+        row,
+        beside=str(reference),
+        speedup=outcome.samples_per_second / reference_measurement.samples_per_second,
+        speedup_interval=(base_low / high, base_high / low),
+        memory_change_bytes=outcome.peak_memory_bytes - reference_measurement.peak_memory_bytes,
+    )
+
+
+def _per_sample(setting: Setting, measured: Measurement) -> tuple[float, float]:
+    """Return the interval of the seconds per sample of one process."""
+    low, high = measured.step_seconds_interval
+    least = max(low, min(measured.raw_step_seconds))  # the interval may include 0 if steps differ a lot
+    return least / setting.effective_batch_size, high / setting.effective_batch_size
+
+
+def _setting_without(ledger: Ledger, setting: Setting, dimension: Dimension[Any]) -> Setting | None:
+    """Return the setting to compare with: the same without the value, else the fastest without it at another batch."""
+    plain = replace(setting, **{dimension.name: dimension.default})
+    if plain in ledger.measurements and dimension.is_without(plain, setting):
+        return plain
+    others = [other for other in ledger.speeds if dimension.is_without(other, setting)]
+    return max(others, key=lambda other: ledger.speeds[other], default=None)

@@ -1,4 +1,4 @@
-"""Entry point of a search: return the cached recommendation, or search.
+"""Saved recommendations that answer a request without a search: the folder's own, and a shared storage's.
 
 The module imports little, so that a cached recommendation takes less than 50 ms.
 """
@@ -8,46 +8,10 @@ from __future__ import annotations
 import msgspec
 
 from autotune_amp.core.recommendation import MAX_WARNINGS, Fingerprint, Recommendation
-from autotune_amp.distributed import left_no_answer
-from autotune_amp.hardware import identify
 from autotune_amp.search.options import RANKING, SearchOptions
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.source import Source
 from autotune_amp.search.storage.folder import StudyFolder
-
-# Options that do not change the measurements: where a search writes, its devices, and its ranking.
-_OPTIONS_OUTSIDE_FINGERPRINT = ("study", "out", "storage", "devices", "ray", *RANKING)
-
-
-def search(
-    source: Source, options: SearchOptions, progress: Progress, *, is_fresh: bool, is_rerun: bool = False
-) -> Recommendation:
-    """Return the cached recommendation, or search. Arguments are those of `recommend_config`.
-
-    `is_rerun`: a launcher or a spawned process runs the same script again, which must not search.
-    """
-    folder = StudyFolder(options.out, options.study or source.name)
-    fields = msgspec.to_builtins(options)
-    settings = {name: fields[name] for name in fields if name not in _OPTIONS_OUTSIDE_FINGERPRINT}
-    cached = folder.cached()
-    # The hardware of a cluster's node is known once it is reached.
-    fingerprint = None if options.ray else source.fingerprint(settings, identify(options.first_device))
-    if fingerprint is not None and (is_rerun or not is_fresh):
-        recommendation = cached_recommendation(cached, options, folder, progress, fingerprint)
-        if recommendation is not None:
-            return recommendation
-    if is_rerun:
-        raise left_no_answer(folder.path, cached, fingerprint)
-    from autotune_amp.search.search import run_search
-
-    def saved_recommendation_for(fingerprint: Fingerprint) -> Recommendation | None:
-        """Return the saved recommendation for `fingerprint`, or None. Call it with the folder locked."""
-        recommendation = cached_recommendation(cached, options, folder, progress, fingerprint)
-        return recommendation or _shared_recommendation(source, options, folder, progress, fingerprint)
-
-    return run_search(
-        source, options, progress, folder, settings, cached, fingerprint, saved_recommendation_for, is_fresh=is_fresh
-    )
 
 
 def cached_recommendation(
@@ -77,7 +41,7 @@ def cached_recommendation(
     return recommendation
 
 
-def _shared_recommendation(
+def shared_recommendation(
     source: Source, options: SearchOptions, folder: StudyFolder, progress: Progress, fingerprint: Fingerprint
 ) -> Recommendation | None:
     """Return the shared storage's recommendation for an equal request, saved in `folder`; None without one."""

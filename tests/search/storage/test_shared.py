@@ -119,7 +119,7 @@ def asked(url: str, folder: Path, now: Fingerprint, **options: Any) -> tuple[Rec
     request = replace(OPTIONS, storage=url, **options)
     there = StudyFolder(str(folder), "train")
     with there:
-        found = cache._shared_recommendation(source, request, there, progress, now)
+        found = cache.shared_recommendation(source, request, there, progress, now)
     return found, [call.args[0] for call in progress.note.call_args_list]
 
 
@@ -162,9 +162,9 @@ def test_what_asks_for_another_ranking_or_no_storage_is_not_answered_so(
     request: SearchOptions = replace(OPTIONS, **({"storage": url} | changes))
     now = fingerprint()
     there = StudyFolder(str(tmp_path), "train")
-    assert cache._shared_recommendation(Source("train.py:workload"), request, there, Mock(), now) is None
+    assert cache.shared_recommendation(Source("train.py:workload"), request, there, Mock(), now) is None
     unknown = replace(now, unknown=("a lambda",))
-    assert cache._shared_recommendation(Source("train.py:workload"), request, there, Mock(), unknown) is None
+    assert cache.shared_recommendation(Source("train.py:workload"), request, there, Mock(), unknown) is None
     assert not there.path.exists()
 
 

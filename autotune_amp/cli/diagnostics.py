@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autotune_amp.cli.options import CommandOutput, Device, Json, Precision, Quiet, Target, option
+from autotune_amp.cli.app import CommandOutput, Device, Json, Precision, Quiet, Target, option
 from autotune_amp.core.errors import WILL_BREAK_EXIT_CODE
 from autotune_amp.report.output import json_document, render_to_bytes
 
