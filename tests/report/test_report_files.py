@@ -52,7 +52,7 @@ def test_what_hinders_a_report_costs_a_warning(
         word for word in (f"not written ({why})", f"autotune-amp report {study}", "--out") if word not in told
     ] == []
     assert sorted(path.name for path in study.iterdir()) == ["outcomes.jsonl", "recommendation.json"]
-    monkeypatch.setattr("autotune_amp.api.search", Mock(return_value=MADE))
+    monkeypatch.setattr("autotune_amp.api._search", Mock(return_value=MADE))
     with pytest.warns(RuntimeWarning, match="not written"):
         assert recommend_config(out=str(tmp_path), quiet=True) is MADE
 
