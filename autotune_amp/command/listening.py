@@ -1,4 +1,6 @@
-"""Server of the agents' socket: a thread receives the messages of all processes of a run."""
+"""Server of the socket to which the processes of a training command report steps, losses and errors: a thread receives
+their messages, one JSON object a line.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ _DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
 class Listener:
-    """Server of the Unix socket at `path`. `messages` is a queue of the received messages, in order of arrival."""
+    """Server of a new Unix socket at `path`, with a thread that runs until `close`.
+
+    `messages` is a queue of the messages received from all processes, in order of arrival. A message that cannot be
+    decoded is replaced by an `Error`, and a `ConnectionClosed` follows the last one of a process.
+    """
 
     def __init__(self, path: str) -> None:
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -27,15 +33,18 @@ class Listener:
         self._server.listen(128)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
-        self._wake_sender, self._wake_receiver = socket.socketpair()
+        self._wake_sender, self._wake_receiver = socket.socketpair()  # a byte sent to it ends the thread
         self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._listen, daemon=True, name="autotune-amp listener")
         self._thread.start()
 
     def send_request(self, request: str) -> None:
-        """Send a request, such as ``dump``, to all connected processes (see `Channel.listen`)."""
+        """Send a line of text to all connected processes: ``dump`` asks each for the stacks of its threads.
+
+        Processes that have ended are left out.
+        """
         for key in list(self._selector.get_map().values()):
-            if key.data is not None:
+            if key.data is not None:  # a `_Connection`: the server and the wake-up socket have no data
                 with contextlib.suppress(OSError):
                     key.fileobj.sendall(request.encode() + b"\n")  # type: ignore[union-attr]
 
@@ -49,6 +58,7 @@ class Listener:
         self._wake_sender.close()
 
     def _listen(self) -> None:
+        """Accept connections and read their messages until `close` wakes this thread."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._wake_receiver:
@@ -62,7 +72,7 @@ class Listener:
 
 
 def _decoding_error(pid: int, line: bytes, error: Exception) -> Error:
-    """Return the `Error` message that replaces a line which cannot be decoded."""
+    """Return the `Error` message that replaces a line which cannot be decoded. Its rank is unknown and given as 0."""
     return Error(
         pid=pid,
         time=time.monotonic(),
@@ -76,7 +86,7 @@ def _decoding_error(pid: int, line: bytes, error: Exception) -> Error:
 
 
 class _Connection:
-    """Connection of one process, with the bytes of an incomplete line."""
+    """Connection of one process, with its process id once known and the bytes of an incomplete line."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -84,7 +94,10 @@ class _Connection:
         self._partial_line = b""
 
     def read(self, messages: queue.SimpleQueue[Message]) -> bool:
-        """Put the received messages into `messages`; return false once the connection has ended."""
+        """Receive once and put the complete lines into `messages`, decoded. Return false once the connection has ended.
+
+        A `ConnectionClosed` is added then, if the process has sent any message.
+        """
         try:
             chunk = self.connection.recv(1 << 16)
         except OSError:

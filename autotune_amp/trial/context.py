@@ -1,4 +1,4 @@
-"""State of a trial process: the workload, the model that its jobs share, and new optimizers for it."""
+"""Workload and model of a trial process, shared by its jobs (such as trials and checks), and new optimizers for it."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from autotune_amp.precision import torch_state
 from autotune_amp.precision.step_amp import needs_closure, parameters_of
 from autotune_amp.trial.memory import BuildMemory, build_with_memory, file_bytes
 
-_OPAQUE_TYPES = (  # whose contents are not searched for state
+_OPAQUE_TYPES = (  # types whose contents `_walk` does not search for modules, tensors and optimizers
     *(str, bytes, int, float, complex, type(None)),
     *(type, types.ModuleType, types.FunctionType, types.MethodType, Dataset, DataLoader),
 )
-# Packages of locks and queues: to restore these would leave a waiting thread asleep for ever.
+# Packages whose objects are not searched either: restoring a lock or a queue could make a thread wait for ever.
 _CONCURRENCY_PACKAGES = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading")
 
 _RETURN_EVERYTHING = "Return everything that train_step needs, for example a dict of the models and their optimizers."
 
 
 class LoopState(nn.Module):
-    """Module made of all modules and tensors in the state of a user's own loop, which it shares.
+    """Module of all modules and tensors found in `held`, the object that the `build` of a user's own loop returned.
 
-    A module's name is its path in that state ("generator", "nets.0"), the first one if there are several. Tensors
-    outside of modules are parameters if they require gradients, else buffers. `held` is the object that `build`
-    returned. Raises `WorkloadError` for a state without modules and optimizers.
+    They are the same objects, not copies. A module's name is its path in `held` ("generator", "nets.0"), the first one
+    if there are several. Tensors outside of modules are parameters if they require gradients, else buffers. Raises
+    `WorkloadError` if `held` contains neither modules nor optimizers.
     """
 
     held: Any
     optimizers: dict[str, torch.optim.Optimizer]
     _restore_calls: list[Callable[[], object]]  # each restores one object that changes from step to step
-    _first_states: dict[str, dict[str, Any]]  # state dicts of the optimizers
+    _first_states: dict[str, dict[str, Any]]  # state dicts of the optimizers before the first step
 
     def __init__(self, held: Any) -> None:
         super().__init__()
-        # As an attribute, a state that is a module itself would be registered a second time.
+        # nn.Module's setter would register `held` as a submodule if it is a module.
         self.__dict__.update(held=held, optimizers={}, _restore_calls=[])
         tensors: dict[str, Tensor] = {}
         for path, value in _walk(held):
@@ -78,13 +78,16 @@ class LoopState(nn.Module):
                 target[name] = tensor
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LoopState:
-        """Apply `fn` in place, so that the loop's state and its optimizers keep the same tensor objects."""
+        """Apply `fn`, such as a move to a device, to the data of all tensors in place; return this module.
+
+        The tensors that the user's loop and its optimizers hold stay the same objects.
+        """
         for tensor in self._buffers.values():
             assert tensor is not None
             tensor.data = fn(tensor.data)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch does not type it
         for optimizer in self.optimizers.values():
-            if optimizer.state:  # Adagrad has a state from the beginning
+            if optimizer.state:  # loading moves it to its parameters' device; Adagrad has one before the first step
                 optimizer.load_state_dict(optimizer.state_dict())
         return self
 
@@ -95,18 +98,21 @@ class LoopState(nn.Module):
         return list(dict.fromkeys(tensor for part in self.optimizers.values() for tensor in parameters_of(part)))
 
     def live_training(self, device: torch.device) -> LiveTraining:
-        """Return the models, optimizers and device that further dimensions are set up on."""
+        """Return the loop's models and optimizers, and `device`, for settings that change them, such as compilation."""
         models = [module for module in self._modules.values() if module is not None]
         return LiveTraining(models, list(self.optimizers.values()), device)
 
     def restore_first_state(self, first_state: dict[str, Tensor]) -> None:
-        """Restore everything as it was before the first step. `first_state` is the `state_dict` from then."""
+        """Restore all state from before the first step: tensors from the state dict `first_state`, else as saved."""
         self.load_state_dict(first_state, strict=False)  # strict loading does not accept names with dots
         self._restore_optimizers()
         self.restore_python_state()
 
     def first_optimizer(self) -> torch.optim.Optimizer:
-        """Return all optimizers as one, restored to their first state. Raises `WorkloadError` if there is none."""
+        """Return all optimizers as one `Optimizers`, with their state from before the first step.
+
+        Raises `WorkloadError` if there is none.
+        """
         if not self.optimizers:
             raise WorkloadError(
                 f"build() returned a {type_name(self.held)} without any optimizer in it. A check restores the "
@@ -121,7 +127,7 @@ class LoopState(nn.Module):
             optimizer.load_state_dict(copy.deepcopy(self._first_states[name]))
 
     def restore_python_state(self) -> None:
-        """Restore everything outside tensors and optimizers: counters, lists, generators, keys and attributes."""
+        """Restore all but tensors and optimizers as at creation: random generators, containers and attributes."""
         for restore in self._restore_calls:
             restore()
 
@@ -146,6 +152,7 @@ def _walk(held: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a container, or the attributes of another object, each with its key, index or name."""
     if isinstance(value, MutableMapping):
         yield from ((str(key), part) for key, part in list(value.items()))
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -168,7 +175,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _restore_call(value: Any) -> Callable[[], object]:
-    """Return a function that restores the present contents or attributes of `value`."""
+    """Return a function that restores `value` in place to its current contents, attributes or generator state."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
     if isinstance(value, list | deque | set):
@@ -183,9 +190,8 @@ def _restore_call(value: Any) -> Callable[[], object]:
     if isinstance(value, MutableMapping):
         items = dict(value)
 
-        def restore_items() -> (
-            None
-        ):  # never empty in between: it may be backed by a file, and the process may be killed
+        def restore_items() -> None:
+            # Not cleared first: it may be backed by a file, which would be left empty if the process were killed.
             for key in value.keys() - items.keys():
                 del value[key]
             for key, part in items.items():  # a Counter's `update` would add the values
@@ -195,22 +201,22 @@ def _restore_call(value: Any) -> Callable[[], object]:
     first = dict(_attributes(value))
 
     def restore_attributes() -> None:
-        present = _attributes(value)
+        current = _attributes(value)
         for name, part in first.items():
-            if name not in present or present[name] is not part:
+            if name not in current or current[name] is not part:
                 object.__setattr__(value, name, part)
-        # Compiled code may rely on attributes that a module makes in its first pass.
-        for name in () if isinstance(value, nn.Module) else present.keys() - first.keys():
+        # A module keeps the attributes made in its first pass, since compiled code may rely on them.
+        for name in () if isinstance(value, nn.Module) else current.keys() - first.keys():
             object.__delattr__(value, name)
 
     return restore_attributes
 
 
 def make_model(workload: Workload) -> nn.Module:
-    """Return the workload's model on the device where its factory puts it; for a loop a `LoopState` of all that it
-    builds.
+    """Return the workload's model, on the device on which the user's code creates it.
 
-    A model in evaluation mode is set to training mode.
+    For a training loop of the user's own, it is a `LoopState` of all that its `build` returns. Another model in
+    evaluation mode is set to training mode. Raises `WorkloadError` if the user's function returns no module.
     """
     if workload.build is not None:
         return LoopState(workload.build())
@@ -225,7 +231,10 @@ def make_model(workload: Workload) -> nn.Module:
 
 
 def copy_model(model: nn.Module, workload: Workload) -> nn.Module:
-    """Return a copy of the model with the same weights. For a loop, call its `build` again, then copy the weights."""
+    """Return a copy of the model with the same weights, on the same device.
+
+    A `LoopState` is copied by calling the workload's `build` again and loading the weights, without optimizer states.
+    """
     if not isinstance(model, LoopState):
         return copy.deepcopy(model)
     device = next(iter((*model.parameters(), *model.buffers())), torch.empty(0)).device
@@ -265,13 +274,16 @@ def users_optimizers(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Opti
     return optimizer.parts if isinstance(optimizer, Optimizers) else (optimizer,)
 
 
-# Share of a schedule's peak, as early in its warm-up. At the peak itself, training without a warm-up may diverge.
+# Least learning rate of a trial as a share of its schedule's peak, like one early in a warm-up: at the peak itself,
+# training without a warm-up may diverge.
 LEAST_SHARE_OF_PEAK = 0.1
 
 
 def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
-    """Return a new optimizer over the model's parameters: from the workload's function, or with the class and
-    hyperparameters of its instance.
+    """Return a new optimizer over the model's parameters, or an `Optimizers` of several.
+
+    If the workload gives a function, the function makes them; if it gives instances, the new ones have their classes
+    and hyperparameters; by default it is AdamW.
 
     A learning rate set by a scheduler is raised to at least a tenth of the schedule's peak: at the beginning of a
     warm-up and after a finished schedule it is 0, and a trial's weights would not change. torch's schedulers keep the
@@ -299,7 +311,7 @@ def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimize
         )
     if not is_function:
         optimizers = [
-            _rebuild_optimizer(optimizer, workload.model, model, is_alone=len(optimizers) == 1)
+            _rebuild_optimizer(optimizer, workload.model, model, is_only_optimizer=len(optimizers) == 1)
             for optimizer in optimizers
         ]
     own_ids = {id(parameter) for parameter in model.parameters()}
@@ -321,18 +333,19 @@ def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimize
 
 
 def _rebuild_optimizer(
-    optimizer: torch.optim.Optimizer, given_model: Any, model: nn.Module, *, is_alone: bool
+    optimizer: torch.optim.Optimizer, given_model: Any, model: nn.Module, *, is_only_optimizer: bool
 ) -> torch.optim.Optimizer:
-    """Return a new optimizer of the same class and hyperparameters over `model`, which may be a copy of `given_model`.
+    """Return a new optimizer of the same class over the parameters of `model`, which may be a copy of `given_model`.
 
-    Raises `WorkloadError` if there are several groups and they are over other parameters than the model's.
+    It has the same parameter groups. If those hold other parameters than the model's, it has one group with the
+    optimizer's defaults; then several groups, or an optimizer that is not the only one, raise `WorkloadError`.
     """
     cls = type(optimizer)
     defaults = {
         name: optimizer.defaults[name] for name in inspect.signature(cls).parameters.keys() & optimizer.defaults
     }
     own_parameters = {id(parameter): parameter for parameter in model.parameters()}
-    if isinstance(given_model, nn.Module):  # `model` may be a copy of it
+    if isinstance(given_model, nn.Module):
         pairs = zip(given_model.parameters(), model.parameters(), strict=True)
         own_parameters |= {id(original): copied for original, copied in pairs}
     groups: Iterable[Any] = model.parameters()
@@ -340,7 +353,7 @@ def _rebuild_optimizer(
         groups = [
             {**group, "params": [own_parameters[id(p)] for p in group["params"]]} for group in optimizer.param_groups
         ]
-    elif len(optimizer.param_groups) > 1 or not is_alone:
+    elif len(optimizer.param_groups) > 1 or not is_only_optimizer:
         raise WorkloadError(
             f"An optimizer of {len(optimizer.param_groups)} parameter groups holds parameters of another model.",
             "Pass the model instance that it was made for, or a function that makes the optimizer from parameters.",
@@ -349,12 +362,12 @@ def _rebuild_optimizer(
 
 
 class Context:
-    """State of a trial process: the workload, and a model that its jobs share.
+    """State of a trial process: the workload from `source`, and a model that its jobs share.
 
-    A template process builds the model once on the CPU for the children that it forks. A kept worker keeps the model of
-    its first trial and restores its first state for every later one. `is_kept`: more jobs follow in this process.
-    `build_memory` is the memory that building the shared model took, `template_file_bytes` the memory mapped from files
-    in a template.
+    A template process (`is_template`) builds the model once on the CPU, then forks a child for each job. A kept worker
+    (`is_kept`) runs several jobs itself: it keeps the model of the first one and restores its initial state for every
+    later one. `build_memory` is the CPU memory that building the shared model took, None without one.
+    `template_file_bytes` is the resident memory mapped from files in a template, else 0.
     """
 
     def __init__(self, source: WorkloadSource, *, is_kept: bool = False, is_template: bool = False) -> None:
@@ -364,17 +377,17 @@ class Context:
         self.build_memory: BuildMemory | None = None
         self._is_template = is_template
         self._workload = source if isinstance(source, Workload) else None
-        self._model: nn.Module | None = None  # built once, with the torch state after building
-        self._torch_state: dict[str, Any] = {}
-        self._first_state: dict[str, Tensor] | None = None  # state that a kept worker restores
+        self._model: nn.Module | None = None  # the shared model, once it is built
+        self._torch_state: dict[str, Any] = {}  # torch's global state (threads, TF32 flags, ...) after building it
+        self._first_state: dict[str, Tensor] | None = None  # its state dict, which a kept worker restores
 
     def open(self, origin: str) -> None:
-        """Create the workload. `origin` is the name of its source in error messages."""
+        """Create the workload from the source, by calling a function. `origin` names the source in error messages."""
         self._workload = make_workload(self.source, origin)
         self.template_file_bytes = file_bytes() if self._is_template else 0
 
     def become_worker(self) -> None:
-        """Run jobs in this process from now on, without forking."""
+        """Make this process run its jobs itself from now on: it is no longer a template that forks."""
         self._is_template, self.template_file_bytes = False, 0
 
     @property
@@ -384,16 +397,17 @@ class Context:
         return self._workload
 
     def share(self, capture_torch_state: Callable[[], dict[str, Any]]) -> None:
-        """Build the model for children forked later. They start with the torch state that `capture_torch_state` returns
-        after it.
+        """Build the model before the jobs, for this process or children forked from it.
+
+        `capture_torch_state` is called afterwards. Jobs begin with the global state of torch that it returns.
         """
         self._model, self.build_memory = build_with_memory(lambda: make_model(self.workload))
         self._torch_state = capture_torch_state()
 
     def build_before(self, device: str, capture_torch_state: Callable[[], dict[str, Any]]) -> None:
-        """Build the model before the first job, unless the user's code would put it on the accelerator.
+        """Build the model before the first job, as `share` does; drop it if the user's code put it on an accelerator.
 
-        Loops are not built beforehand for an accelerator, since their `build` mostly does so.
+        For trials on an accelerator a loop of the user's own is not built, since most `build` functions use the device.
         """
         if device != "cpu" and self.workload.is_loop:
             return
@@ -403,14 +417,20 @@ class Context:
             self._model = self.build_memory = None
 
     def model_for(self, setting: Setting, device: torch.device) -> nn.Module:
-        """Return the model on the device for a trial; in a kept worker a copy, if the setting changes it."""
+        """Return the model on the device for a trial, in its initial state.
+
+        In a process that runs more jobs it is a copy if the setting has a variant, such as compilation.
+        """
         if not (self.is_kept and setting.active_variants):
             return self.model(device)
         # Copy on the CPU, so that only the copy takes memory on the device.
         return copy_model(self.model(torch.device("cpu")), self.workload).to(device)
 
     def model(self, device: torch.device) -> nn.Module:
-        """Return the model on the device, in its first state."""
+        """Return the model on the device, in its initial state, and restore torch's global state from after building.
+
+        The model is built if none is shared yet, or if an earlier job has changed the names of its parameters.
+        """
         if self._model is None:
             model, memory = build_with_memory(lambda: make_model(self.workload).to(device))
             if self.is_kept:
@@ -429,7 +449,7 @@ class Context:
         else:
             # Not strict: quantized layers, as bitsandbytes', write entries that they do not read back.
             missing, _ = model.load_state_dict(self._first_state, strict=False)
-            if missing:  # the previous job changed the model's parameters
+            if missing:  # an earlier job changed the names of the model's parameters
                 self._model = self._first_state = None
                 return self.model(device)
         return model.to(device)

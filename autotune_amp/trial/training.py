@@ -1,4 +1,4 @@
-"""Training of a workload under a setting, one step at a time: model, optimizer and batches."""
+"""Training run of a workload in a trial, one step at a time: model, optimizer and batches under the trial's setting."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ from autotune_amp.trial.worst_batch import worst_batches
 
 
 class BaseTraining(ABC):
-    """Base class of a training run: a model, its optimizers and batches, under the setting of `spec`."""
+    """Base class of a training run in a trial: a model, its optimizers and batches.
 
-    scaler: torch.amp.GradScaler | None
+    `spec` describes the trial; its `candidate` is the setting (precision, batch size, ...) that is trained with.
+    """
+
+    scaler: torch.amp.GradScaler | None  # None if the loss is not scaled
     parts: tuple[Any, ...]  # arguments of the user's own functions: (model, optimizer) or (state,)
-    is_update_apart = True  # whether `update` is all of the optimizer's work
-    num_steps_taken = 0  # counted by the caller
+    is_update_apart = True  # whether `update` takes the optimizer step, so that it can be timed apart from the passes
+    num_steps_taken = 0  # optimizer steps, or calls of `train_step`, counted by the caller
     has_stepped = True  # False until a loop that accumulates over several calls has taken its first optimizer step
 
     def __init__(self, workload: Workload, model: nn.Module, spec: Trial) -> None:
@@ -43,12 +46,13 @@ class BaseTraining(ABC):
         self.workload = workload
         self.device = torch.device(spec.device)
         self.model = model
-        # Context of a pass whose gradients are not exchanged between ranks.
+        # Context for a pass after which ranks do not exchange gradients; replaced by the caller if there are several.
         self.no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
         self.batches, self.loader = data.open_data(workload.data, spec.candidate.batch_size, spec.candidate.num_workers)
         self._prefetched: list[Any] = []
         self._last_batch: Any = None
-        num_worst = 3 if spec.is_confirmation else 2  # the first step, one after the warm-up, a confirmation's last
+        # Steps on the worst batch: the first, one after the warm-up, and in a confirmation the last.
+        num_worst = 3 if spec.is_confirmation else 2
         self._worst = worst_batches(
             workload.worst_batch, self.loader, spec.worst_samples, spec.candidate.batch_size, num_worst
         )
@@ -56,12 +60,12 @@ class BaseTraining(ABC):
         self._undo: list[Callable[[], None]] = []
 
     def set_precision(self, precision: Precision) -> None:
-        """Set the strict torch flags of a precision, unless the setting keeps the caller's own."""
+        """Set this process's TF32 flags for `precision`, unless the setting keeps the user's own flags."""
         if not self.spec.candidate.as_found:
             torch_state.set_flags(precision)
 
     def pin(self, names: Sequence[str]) -> None:
-        """Keep the modules with these names in fp32 under autocast until `close`."""
+        """Run the modules with these names in fp32 under autocast until `close`; without autocast do nothing."""
         if MODES[self.spec.candidate.precision].uses_autocast:
             # Modules that the user has pinned are left out, so that `close` does not unpin them.
             self._pinned = [
@@ -73,10 +77,14 @@ class BaseTraining(ABC):
     @property
     @abstractmethod
     def live(self) -> LiveTraining:
-        """Return the models, optimizers and device that variants change."""
+        """Return the models, the optimizers and the device, for variants (see `apply_variant`) to change."""
 
     def apply_variant(self, variant: Variant, value: str) -> None:
-        """Apply a variant's value to the model, the optimizers and the process until `close`."""
+        """Set a variant, such as compilation or the memory format, to `value`, unless it has that value already.
+
+        Models and optimizers are changed in place for good. `close` undoes only changes of the whole process, such as
+        the mode of the allocator.
+        """
         if (undo := variant.change_once(value, self.live)) is not None:
             self._undo.append(undo)
 
@@ -85,7 +93,7 @@ class BaseTraining(ABC):
         self._prefetched.append(next(self.batches))
 
     def next_batch(self) -> Any:
-        """Return the next batch of the loader. The previous one is freed only now, as in any training loop."""
+        """Return the next batch of the data. The previous one is kept until it is loaded, as in any training loop."""
         self._last_batch = self._prefetched.pop() if self._prefetched else next(self.batches)
         return self._last_batch
 
@@ -100,11 +108,14 @@ class BaseTraining(ABC):
         return 0 if self.loader is None else self.loader.num_workers * (self.loader.prefetch_factor or 0)
 
     def worst_batch(self) -> Any | None:
-        """Return the batch that takes the most memory, made anew each time; None if all are alike or it is unknown."""
+        """Return the batch that takes the most memory, made anew each time.
+
+        Return None if all batches are alike, if it is unknown, or after as many calls as a trial has steps on it.
+        """
         return next(self._worst, None)
 
     def evaluate(self) -> None:
-        """Run the workload's own evaluation in the candidate's precision, and restore the modules' training mode."""
+        """Run the workload's own evaluation in the trial's precision, and restore the modules' training mode."""
         assert self.workload.evaluate is not None
         before = {module: module.training for module in self.model.modules()}
         try:
@@ -121,17 +132,18 @@ class BaseTraining(ABC):
 
     @abstractmethod
     def forward_backward(self, batch: Any, *, is_last: bool = True) -> Tensor:
-        """Move the batch to the device, accumulate its gradients, and return a copy of the loss, a scalar tensor.
+        """Move the batch to the device, run the forward and backward pass, and return the loss, a detached scalar.
 
-        Several ranks exchange their gradients only if the pass `is_last` of its optimizer step.
+        Gradients are added to those of earlier passes. `is_last` says that the optimizer step comes after this pass:
+        several ranks exchange their gradients only then.
         """
 
     @abstractmethod
     def update(self) -> None:
-        """Clip the gradients, step the optimizer and the schedule, and clear the gradients."""
+        """Clip the gradients, step the optimizer and the learning rate schedule, and set the gradients to None."""
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return a new autocast context for the candidate's forward passes."""
+        """Return a new autocast context for a forward pass: the setting's, or the user's if the setting keeps it."""
         candidate = self.spec.candidate
         if candidate.as_found:
             return caller_autocast(self.spec.torch_state, self.device.type)
@@ -142,12 +154,12 @@ class BaseTraining(ABC):
         return None if self.scaler is None else float(self.scaler.get_scale())
 
     def close(self) -> None:
-        """Stop the loader's workers, which remove their files then, and undo the changes to the model."""
+        """Stop the loader's workers, so that they remove their temporary files, and undo what lasts until `close`."""
         self.batches.close()
         self._worst.close()
         for module in self._pinned:
             forward_wrapper.unpin(module)
-        for undo in self._undo:  # later jobs of a kept process use the same model
+        for undo in self._undo:  # later jobs may run in the same process
             undo()
 
     def _on_device(self, batch: Any) -> Any:
@@ -155,7 +167,7 @@ class BaseTraining(ABC):
 
 
 class Training(BaseTraining):
-    """Training run of a model with a loss and optimizers."""
+    """Training run of a workload that consists of a model, a loss function and an optimizer or several."""
 
     def __init__(self, workload: Workload, model: nn.Module, spec: Trial) -> None:
         super().__init__(workload, model, spec)
@@ -164,7 +176,7 @@ class Training(BaseTraining):
         optimizers = list(users_optimizers(self.optimizer))
         self.parts = (model, optimizers if isinstance(self.optimizer, Optimizers) else self.optimizer)
         # A usual loop holds the last loss, with its graph, until the next one is computed. Freed blocks cannot be
-        # merged across it: without it a heap peaks up to 5 % lower than in a usual loop (studies/peak_memory).
+        # merged across it: without it the CPU heap peaks up to 5 % lower than in a usual loop (studies/peak_memory).
         self._last_loss: Tensor | None = None
         self._schedulers = [] if workload.schedule is None else list(workload.schedule(self.optimizer))
         self.scaler = torch_state.grad_scaler(spec.loss_scale, self.device.type)
@@ -175,7 +187,7 @@ class Training(BaseTraining):
 
     @property
     def is_in_own_loop(self) -> bool:
-        """Whether the steps are taken by the workload's own `fit`."""
+        """Whether steps are taken in the loop of a framework, by the workload's `fit`: only in a confirmation."""
         return self.spec.is_confirmation and self.workload.fit is not None
 
     def forward_backward(self, batch: Any, *, is_last: bool = True) -> Tensor:  # noqa: D102 - see BaseTraining
@@ -183,6 +195,7 @@ class Training(BaseTraining):
         with nullcontext() if is_last else self.no_sync():
             with self.autocast():
                 loss = self.loss(self.model, batch)
+            # A loss that is a sum over samples adds up over the passes; a mean is divided by their number.
             divisor = 1 if self.spec.is_loss_sum else self.spec.candidate.accumulation_steps
             scaled = loss / divisor if divisor > 1 else loss
             torch.autograd.backward(scaled if self.scaler is None else self.scaler.scale(scaled))
@@ -215,7 +228,7 @@ class Training(BaseTraining):
 
 
 class LoopTraining(BaseTraining):
-    """Training run whose steps are the user's own `train_step`, called by `forward_backward`."""
+    """Training run of a user's own loop: `forward_backward` calls its `train_step`, which also steps the optimizers."""
 
     is_update_apart = False
     has_stepped = False
@@ -236,7 +249,11 @@ class LoopTraining(BaseTraining):
         return self.state.live_training(self.device)
 
     def forward_backward(self, batch: Any, *, is_last: bool = True) -> Tensor:  # noqa: ARG002 - always a whole step
-        """Move the batch to the device, take the whole step, and return the sum of amp's losses, detached."""
+        """Move the batch to the device, call `train_step`, and return the sum of its losses, a detached scalar.
+
+        The losses are those that `train_step` passes to the methods of its argument `amp`. Raises `WorkloadError` if
+        it does not use them.
+        """
         batch = self._on_device(batch)
         self._amp.begin()
         self._train_step(self.parts[0], batch, self._amp)
@@ -247,11 +264,11 @@ class LoopTraining(BaseTraining):
         return loss
 
     def update(self) -> None:
-        """Do nothing: `forward_backward` has taken the optimizer step."""
+        """Do nothing: `train_step`, called by `forward_backward`, takes the optimizer steps."""
 
 
 def make_training(workload: Workload, model: nn.Module, spec: Trial) -> BaseTraining:
-    """Return the training of a `model` made by `make_model`, with each dimension of the setting applied."""
+    """Return the training run of `model` (made by `make_model`), with the setting of `spec` applied to it."""
     training: BaseTraining = (
         LoopTraining(workload, model, spec) if isinstance(model, LoopState) else Training(workload, model, spec)
     )
@@ -264,7 +281,7 @@ def make_training(workload: Workload, model: nn.Module, spec: Trial) -> BaseTrai
 
 
 def loss_with_checks(loss: Callable[[nn.Module, Any], Any] | None) -> Callable[[nn.Module, Any], Tensor]:
-    """Return the workload's loss, which then raises `WorkloadError` unless it returns one number with a gradient."""
+    """Return a function that calls `loss`, and raises `WorkloadError` unless it returns one element with a gradient."""
     assert loss is not None
 
     def loss_or_error(model: nn.Module, batch: Any) -> Tensor:

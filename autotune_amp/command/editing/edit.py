@@ -1,5 +1,6 @@
-"""Write a recommendation into a script, at the calls observed in a run. Changes that cannot be edited safely are
-returned as instructions for the user. Pure.
+"""Edit the text of a training script so that it uses a recommended setting, at the calls observed in a run.
+
+Changes that cannot be edited safely are returned as instructions for the user. No file is read or written here.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from autotune_amp.core.precisions import Precision
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _LIGHTNING_PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+# Kinds of observed calls (`Site.kind`): those that set the batch size, and those that create a framework's object.
 _LOADERS = ("loader", "batch_sampler")
 _FRAMEWORKS = ("training_arguments", "lightning_trainer", "accelerator")
 _ACCUMULATION_ARGUMENTS = {
@@ -36,8 +38,10 @@ _TF32_SWITCH, _TF32_FLAG = "set_float32_matmul_precision", "allow_tf32"
 
 
 class RunSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """Setting that a run used, as observed: `batch_size` is the number of samples in a pass, `accumulation_steps` that
-    of passes in an optimizer step, `num_workers` that of the loader's workers.
+    """Setting that a run used, as observed.
+
+    `batch_size` is the number of samples in a forward pass, `accumulation_steps` the number of passes in an optimizer
+    step, `num_workers` the number of the DataLoader's workers, None without a loader.
     """
 
     precision: Precision
@@ -47,8 +51,11 @@ class RunSetting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommandFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts observed in a run of the unchanged command: its setting, the type of its device, its `sites` with absolute
-    paths, the line that calls the optimizer's step, and the arguments of the training process. With
+    """Facts observed in a run of the unchanged command.
+
+    `today` is its setting, `device` the type of its device ("cuda"), `sites` the calls that create its loaders,
+    autocast regions, scalers and framework objects, and `step_line` the call of the optimizer's step; lines are
+    ``path:line`` with absolute paths. `arguments` are the command-line arguments of the training process. With
     `keeps_effective_batch_size` the script itself accumulates to a fixed effective batch size.
     """
 
@@ -68,8 +75,10 @@ class ManualChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Edit(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of editing: new `texts` by path, the new command, the changes left to the user, and the setting that a run
-    of the result is expected to use.
+    """Result of editing.
+
+    `texts` has the new texts of changed files by path, `command` the words of the new command, `by_hand` the changes
+    left to the user, and `expected` the setting that a run of the edited files by the new command should use.
     """
 
     texts: dict[str, str]
@@ -78,15 +87,15 @@ class Edit(msgspec.Struct, frozen=True, kw_only=True):
     expected: RunSetting
 
 
+# A change is made in a file, in the command's arguments, or by the user.
 _Change: TypeAlias = "list[Splice] | Flag | ManualChange"
 
 
 def edit(sources: Mapping[str, str], facts: CommandFacts, config: AmpConfig, command: Sequence[str]) -> Edit:
-    """Return the edit that writes `config` into the files `sources` (text by absolute path) and the command's
-    arguments.
+    """Return the edit of the files `sources` (text by absolute path) and of the words of `command` that sets `config`.
 
-    Batch size and accumulation are changed together or not at all, since changing only one would change the effective
-    batch size. So are all autocast regions and the GradScaler.
+    `facts` are those of a run before. Batch size and accumulation are changed together or both left to the user, since
+    changing only one would change the effective batch size. So are all autocast regions and the GradScaler.
     """
     editor = _Editor({path: Script(path, text) for path, text in sources.items()}, facts, config, tuple(command))
     editor.add_changes(
@@ -114,6 +123,7 @@ def edit(sources: Mapping[str, str], facts: CommandFacts, config: AmpConfig, com
 
 
 def _changes_outside_scripts(config: AmpConfig) -> Iterator[ManualChange]:
+    """Yield the instructions for settings that no call sets: modules kept in fp32 and environment variables."""
     if config.pinned_modules:
         yield ManualChange(where="the model", what=f"keep the modules {', '.join(config.pinned_modules)} in fp32")
     for name, value in config.environment.items():
@@ -122,7 +132,11 @@ def _changes_outside_scripts(config: AmpConfig) -> Iterator[ManualChange]:
 
 @dataclass
 class _Editor:
-    """Collector of the changes of one edit: splices and command arguments, or instructions for the user."""
+    """Collector of the changes of one edit: in the scripts' text and the command, or instructions for the user.
+
+    Methods named `*_changes` yield pairs of an instruction for the user and the change that makes it unnecessary. A
+    change that cannot be edited is itself an instruction.
+    """
 
     scripts: dict[str, Script]
     facts: CommandFacts
@@ -136,8 +150,9 @@ class _Editor:
         self._framework = next((name for name in _FRAMEWORKS if self._sites_of(name)), None)
 
     def add_changes(self, changes: Iterable[tuple[ManualChange, _Change]], **expected: object) -> None:
-        """Add the changes if all of them can be edited; else leave all of them to the user. Each comes with its
-        instruction for the user. `expected` are the fields of the setting that they change.
+        """Add the changes if all of them can be edited; else add the instructions of all of them for the user.
+
+        `changes` are pairs of an instruction and a change, `expected` the fields of `RunSetting` that they change.
         """
         all_changes = list(changes)
         if not all_changes:
@@ -164,7 +179,7 @@ class _Editor:
         has_loader = any(site.kind in _LOADERS for site in self.facts.sites)
         total = today.batch_size * today.accumulation_steps
         if self._framework is None and not has_loader and total == config.effective_batch_size:
-            return  # without a loader, only the samples of a step are known
+            return  # without a loader, only the number of samples in an optimizer step is known, and it is right
         if today.batch_size != config.batch_size:
             if self._framework == "training_arguments":
                 yield from self._argument_changes(
@@ -192,8 +207,10 @@ class _Editor:
             yield from self._loader_changes("num_workers", self.config.num_workers)
 
     def precision_changes(self) -> Iterator[tuple[ManualChange, _Change]]:
-        """Yield the changes of the precision: in the framework's argument, else in the script's autocast regions, else
-        as a new region.
+        """Yield the changes of the precision, without calls that set it already.
+
+        They are in the framework's argument, else in the script's autocast regions, else a new region. For tf32 they
+        also set the precision of matrix products.
         """
         precision, today = self.config.precision, self.facts.today.precision
         if self._framework == "training_arguments":
@@ -216,8 +233,8 @@ class _Editor:
             yield from self._tf32_changes()
 
     def manual_precision_change(self) -> tuple[ManualChange, _Change]:
-        """Return the instruction if every observed call already sets the recommended precision, but the steps run in
-        another.
+        """Return the instruction for steps that run in another precision than recommended, although every observed
+        call sets the recommended one already.
         """
         what = f"find what sets {self.facts.today.precision} here: the observed calls do not"
         return _manual_change(self.facts.step_line, what)
@@ -234,11 +251,13 @@ class _Editor:
         return [site for site in self.facts.sites if site.kind == kind]
 
     def _argument_changes(self, kind: str, name: str, value: str) -> Iterator[tuple[ManualChange, _Change]]:
+        """Yield the changes that set the argument `name` to `value`, Python source, in the calls of a kind."""
         for site in self._sites_of(kind):
             if str(site.values.get(name)) != value.strip('"'):
                 yield self._change(site, name, value)
 
     def _loader_changes(self, name: str, value: object) -> Iterator[tuple[ManualChange, _Change]]:
+        """Yield the changes that set ``batch_size`` or ``num_workers`` in the calls that create the data loaders."""
         loaders = [site for site in self.facts.sites if site.kind in _LOADERS]
         if not loaders:
             where = next((site.line for site in self._sites_of("forward")), self.facts.step_line)
@@ -257,6 +276,10 @@ class _Editor:
                 yield self._change(site, name, str(value))
 
     def _region_changes(self) -> Iterator[tuple[ManualChange, _Change]]:
+        """Yield the changes of ``enabled`` and ``dtype`` in the script's autocast calls, and those of its GradScalers.
+
+        Calls that have the right values are left out.
+        """
         precision = self.config.precision
         for site in self._sites_of("autocast"):
             if bool(site.values["enabled"]) is not (precision in _DTYPES):
@@ -266,6 +289,7 @@ class _Editor:
         yield from self._scaler_changes()
 
     def _scaler_changes(self) -> Iterator[tuple[ManualChange, _Change]]:
+        """Yield the changes that enable the script's GradScalers for fp16, and else disable them if that is safe."""
         needs_scaler = self.config.precision == "fp16"
         for site in self._sites_of("scaler"):
             if bool(site.values["enabled"]) is not needs_scaler:
@@ -282,6 +306,8 @@ class _Editor:
         autocast region.
         """
         added: list[Splice] = []
+        # The first of the splices inserts the header, each other one indents a line. If earlier splices indent all of
+        # these lines, this forward pass is in an added region already.
         for site in self._sites_of("forward"):
             header = f'with torch.autocast("{site.values["device"]}", dtype=torch.{_DTYPES[self.config.precision]}):'
             manual = ManualChange(where=site.line, what=f"put the forward pass and the loss in `{header}`")
@@ -323,12 +349,13 @@ class _Editor:
         return script is not None and call is not None and all(script.contains(call, each) for each in splices)
 
     def _script(self, site: Site) -> tuple[Script | None, int]:
+        """Return the script of an observed call, None if its text was not given, and the call's line number."""
         path, _, line = site.line.rpartition(":")
         return self.scripts.get(path), int(line or 0)
 
     def _change(self, site: Site, name: str, value: str) -> tuple[ManualChange, _Change]:
-        """Return the change of the argument `name` in the call at a site, with its instruction for the user. If a
-        parser made the call, the change is of the command's argument.
+        """Return the change that sets the argument `name` of an observed call to `value`, Python source, preceded by
+        its instruction for the user. If a parser of command-line arguments made the call, the command is changed.
         """
         manual = ManualChange(where=site.line, what=f"{site.name}({name}={value})")
         if site.maker:
@@ -359,6 +386,7 @@ class _Editor:
 
 
 def _manual_change(where: str, what: str) -> tuple[ManualChange, ManualChange]:
+    """Return a change that only the user can make, as a pair like those of changes that can be edited."""
     manual = ManualChange(where=where, what=what)
     return manual, manual
 
@@ -370,7 +398,11 @@ def _are_compatible(splices: Sequence[Splice]) -> bool:
 
 
 def with_flag(command: Sequence[str], flag: Flag, arguments: Sequence[str]) -> tuple[str, ...] | None:
-    """Return the command with this argument; None if the process gets it from elsewhere, such as a shell script."""
+    """Return the words of the command with the flag's option set, added or removed.
+
+    Return None if the option is not in `command` but among `arguments`, those of the training process: it is set
+    elsewhere, for example in a shell script that the command runs.
+    """
     option, value = flag.option, flag.value
     if not _has_option(command, option):
         if _has_option(arguments, option):
@@ -380,7 +412,7 @@ def with_flag(command: Sequence[str], flag: Flag, arguments: Sequence[str]) -> t
         return (*command, option) if value is None else (*command, option, value)
     changed: list[str] = []
     words = iter(enumerate(command))
-    for place, word in words:
+    for index, word in words:
         if word.partition("=")[0] != option:
             changed.append(word)
         elif "=" in word:
@@ -388,11 +420,12 @@ def with_flag(command: Sequence[str], flag: Flag, arguments: Sequence[str]) -> t
         elif flag.is_on and value is None:
             changed.append(word)
         elif value is not None:
-            if place + 1 < len(command) and not command[place + 1].startswith("-"):
+            if index + 1 < len(command) and not command[index + 1].startswith("-"):  # the old value
                 next(words)
             changed += [word, value]
     return tuple(changed)
 
 
 def _has_option(command: Sequence[str], option: str) -> bool:
+    """Whether a word of the command is the option, alone or followed by ``=value``."""
     return any(word.partition("=")[0] == option for word in command)

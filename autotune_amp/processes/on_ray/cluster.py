@@ -1,4 +1,4 @@
-"""Client of a Ray cluster. It sends requests to the driver, a process of its own that is connected to Ray."""
+"""Client of a Ray cluster: starts the driver, a child process that alone connects to Ray, and sends it requests."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from autotune_amp.interruption import heed
 from autotune_amp.processes.on_ray.messages import NodeSetup, NodeShare, Reply, Request, pack
 from autotune_amp.processes.process import TICK_SECONDS
 
-SILENT_SECONDS = 30.0  # a node without an answer for so long is lost: it answers calls within half a second
-REACH_SECONDS = 10.0
-CONNECT_SECONDS = 120.0  # includes sending the working directory
-_END_SECONDS = 10.0
+SILENT_SECONDS = 30.0  # after so long without an answer a node is lost; a healthy one answers within half a second
+REACH_SECONDS = 10.0  # for the TCP connection that tests whether a server listens at the cluster's address
+CONNECT_SECONDS = 120.0  # for the driver to connect to the cluster, which includes sending the working directory
+_END_SECONDS = 10.0  # for the driver to exit once its connection is closed
+# Program of the driver for `python -c`. Its arguments are this process's sys.path as JSON and its socket's file number.
 _DRIVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from autotune_amp.processes.on_ray.driver import main; main(int(sys.argv[2]))"
 )
-# Ray sets it for its processes to their number of CPUs.
+# Environment variables that Ray sets to a number of CPUs in its processes, where they get this process's values again.
 _SET_BY_RAY = ("OMP_NUM_THREADS",)
 
 
@@ -43,9 +44,11 @@ class NodeProcessLostError(Exception):
 
 
 class Cluster:
-    """Connection to the Ray cluster at `address`, and the processes on its nodes, which end with the connection.
+    """Connection to the Ray cluster at `address`, which starts processes on its nodes and calls their methods.
 
-    With `sends_directory` they get the working directory, without the paths in `excludes`, written as in .gitignore.
+    Requests return futures of results encoded as msgpack. The processes end when the connection is closed. With
+    `sends_directory`, Ray copies the working directory to the nodes, without the paths that match the patterns
+    `excludes`, written as in .gitignore. Raises `InvalidRequestError` if Ray is not installed.
     """
 
     def __init__(self, address: str, *, sends_directory: bool, excludes: Sequence[str]) -> None:
@@ -54,15 +57,17 @@ class Cluster:
         self.address = address
         self._directory = str(Path.cwd()) if sends_directory else None
         self._excludes = list(excludes)
-        self._waiting: dict[int, Future[bytes]] = {}
+        self._waiting: dict[int, Future[bytes]] = {}  # futures of requests without a reply, by the request's number
         self._lock = threading.Lock()
         self._number = 0
         self._popen: subprocess.Popen[bytes] | None = None
 
     def connect(self, target: str | None, packed: bytes, num_ranks: int, tick: Callable[[], None]) -> None:
-        """Start the driver process and connect it to the cluster.
+        """Start the driver process, connect it to the cluster, and give it the workload for the nodes' processes.
 
-        Raises `InvalidRequestError` if there is no cluster, or if the working directory cannot be sent.
+        The workload is the object that `target` names ("module:name"), or with None the serialized `packed`.
+        `num_ranks` processes train together in a trial. `tick` is called every `TICK_SECONDS` while waiting. Raises
+        `InvalidRequestError` if the cluster cannot be used, or the working directory cannot be sent.
         """
         self._raise_if_unreachable()
         self._driver_output = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
@@ -79,7 +84,7 @@ class Cluster:
         driver_socket.close()
         self._thread = threading.Thread(target=self._read_replies, daemon=True)
         self._thread.start()
-        opening = NodeSetup(
+        setup = NodeSetup(
             target=target,
             packed=packed,
             num_ranks=num_ranks,
@@ -88,7 +93,7 @@ class Cluster:
         try:
             connecting = self.ask("connect", pack((self.address, self._directory, self._excludes)))
             self.answer(connecting, tick, CONNECT_SECONDS)
-            self.answer(self.ask("open", pack(opening)), tick, CONNECT_SECONDS)
+            self.answer(self.ask("open", pack(setup)), tick, CONNECT_SECONDS)
         except (NodeProcessLostError, ClusterLostError) as error:
             self._driver_output.seek(0)
             output_lines = self._driver_output.read().decode(errors="replace").strip().splitlines()
@@ -111,23 +116,32 @@ class Cluster:
             ) from error
 
     def nodes(self) -> Future[bytes]:
-        """Request the list of living nodes."""
+        """Request the nodes that are alive. The future's result is an encoded list of `Node`."""
         return self.ask("nodes")
 
     def start(self, share: NodeShare, device: str) -> Future[bytes]:
-        """Request a process on a node. The future is its description, set once the node has free devices for it."""
+        """Request a process that uses `share` of a node, on its devices of the type `device` ("cuda" or "cpu").
+
+        The future is completed once the process runs, which waits until the node has these GPUs and CPUs free. Its
+        result is an encoded `ProcessDescription`.
+        """
         return self.ask("start", pack((share, device)))
 
     def call(self, place: str, method: str, *arguments: bytes) -> Future[bytes]:
-        """Request a method call in the process named `place`."""
+        """Request a method call, with encoded arguments, in the process named `place`. The future has its result."""
         return self.ask("call", pack((method, arguments)), place)
 
     def end(self, place: str) -> None:
-        """End the process named `place`."""
+        """Request that the process named `place` ends, without waiting for it."""
         self.ask("end", place=place)
 
     def ask(self, do: str, body: bytes = b"", place: str | None = None) -> Future[bytes]:
-        """Send a request and return its future, which another thread completes."""
+        """Send a request to the driver and return its future, which another thread completes.
+
+        `do` names the driver's action, such as "call", `body` has its encoded arguments, and `place` names the process
+        on a node that it concerns, if any. The future fails with the driver's error, `NodeProcessLostError` if that
+        process has ended, or `ClusterLostError` if the driver has.
+        """
         future: Future[bytes] = Future()
         with self._lock:
             self._number += 1
@@ -139,8 +153,12 @@ class Cluster:
         return future
 
     def answer(self, future: Future[bytes], tick: Callable[[], None], limit_seconds: float = math.inf) -> bytes:
-        """Wait for a future's result. Raises its error, and `NodeProcessLostError` if there is no result in time."""
-        until = time.monotonic() + limit_seconds
+        """Wait for the result of a request's future, calling `tick` every `TICK_SECONDS`, and return it.
+
+        Raises the future's error, `NodeProcessLostError` if there is no result within `limit_seconds`, and
+        `KeyboardInterrupt` after Ctrl-C or SIGTERM.
+        """
+        deadline = time.monotonic() + limit_seconds
         while True:
             heed()
             tick()
@@ -149,21 +167,21 @@ class Cluster:
             except NotYetError:
                 if future.done():
                     raise
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise NodeProcessLostError(f"it did not answer within {limit_seconds:.0f} s")
 
     def pause(self, tick: Callable[[], None]) -> None:
-        """Wait one tick."""
+        """Call `tick` and sleep for `TICK_SECONDS`. Raises `KeyboardInterrupt` after Ctrl-C or SIGTERM."""
         heed()
         tick()
         time.sleep(TICK_SECONDS)
 
     def close(self) -> None:
-        """Close the connection, which ends the processes on the nodes."""
+        """Close the connection and wait for the driver to exit, which ends the processes on the nodes."""
         if self._popen is None:
             return
         popen, self._popen = self._popen, None
-        with suppress(OSError):  # the process has ended already
+        with suppress(OSError):  # the driver has ended already
             self._socket.shutdown(socket.SHUT_WR)
         try:
             popen.wait(_END_SECONDS)
@@ -175,6 +193,7 @@ class Cluster:
             resource.close()
 
     def _read_replies(self) -> None:
+        """Complete the futures from the driver's replies until the connection ends, then fail those without a reply."""
         while True:
             try:
                 reply = msgspec.msgpack.decode(self._connection.recv_bytes(), type=Reply)
@@ -194,6 +213,7 @@ class Cluster:
             self._fail_all()
 
     def _fail_all(self) -> None:
+        """Fail all futures without a reply with `ClusterLostError`. The caller holds the lock."""
         for future in self._waiting.values():
             future.set_exception(self._lost("the connection to it ended"))
         self._waiting.clear()
