@@ -1,4 +1,8 @@
-"""Commands that examine a machine or a model without a search: check, probe, profile, fidelity, memory."""
+"""Commands that examine a machine or a model without a search: check, probe, profile, fidelity, memory.
+
+Each function is a command: its docstring is the command's help, and it returns the bytes for standard output, `check`
+with an exit code. An `AutotuneAmpError` is reported by the caller.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +81,7 @@ def profile(
 ) -> bytes:
     """Measure whether mixed precision is faster here, and why.
 
-    Compares bf16 and fp16 with fp32 on the same batches: speed-up, memory, the parts of a step's time, and next steps.
+    Compares bf16 and fp16 with fp32 on the same batches: speed-up, memory, the parts of a step's time, and advice.
     """
     from autotune_amp.api import profile_amp
 

@@ -1,8 +1,9 @@
 """A search and the training run after it as two Slurm jobs, in one shell script that submits both.
 
-The search job has the search's options; once it has a recommendation, `autotune-amp run` starts the training run. A
-minute before its time limit a job saves and is requeued: a search resumes where it was, on the same GPU, and your
-training run from the checkpoint saved by `on_signal`. `--storage` is left out: add it. If the job has several nodes
+The search job repeats the search whose recommendation is exported; once it has its own, the second job starts the
+training run with `autotune-amp run`. A minute before its time limit a job saves and is requeued: a search resumes where
+it was, on the same GPU, and your training run from the checkpoint that its `PrecisionController(on_signal=...)` saves.
+The search's `--storage` is left out, since the URL may hold a password: add it. If the job has several nodes
 (`--nodes=4`) the search uses all of them through Ray, if its options allow it. Tested with programs that imitate
 Slurm's commands.
 """
@@ -14,11 +15,12 @@ from collections.abc import Sequence
 from autotune_amp.core.text import shell_line
 from autotune_amp.integrations.export import SHEBANG, Export, origin_comment
 
-_TRAINING = ("python", "train.py")
+_TRAINING = ("python", "train.py")  # in place of an unknown training command, for the user to replace
 
-# Slurm sends the signal to the job's shell only (B:), which forwards it. The trap ends `wait` but not the process that
-# it waits for, hence the second `wait`. srun itself must not get the signal: it would kill its tasks at once.
-# `requeue Incomplete` does not restart a cancelled job.
+# First and last lines of a job script; the job's command runs between them, in the background. At the time limit
+# Slurm sends SIGTERM to the job's shell only (B:), which forwards it with `stop_command`. The trap ends `wait` but not
+# the process that it waits for, hence the second `wait`. srun itself must not get the signal: it would kill its tasks
+# at once. `requeue Incomplete` does not restart a cancelled job.
 _HEAD = """\
 #!/bin/bash
 again() {{ # at the time limit, or when preempted: {comment}
@@ -31,7 +33,8 @@ trap again TERM"""
 _TAIL = """\
 running=$!
 wait "$running\""""
-# A Ray cluster on all nodes of the job, which ends with it; its head is on the node that runs this script.
+# A Ray cluster on all nodes of the job, which ends with it; its head is on the node that runs this script. Once all
+# nodes have joined, Ray runs `on_head` there.
 _CLUSTER = """\
 ray=()
 if [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]; then
@@ -59,13 +62,17 @@ def slurm(
     origin: str,
     can_use_ray: bool = False,
 ) -> Export:
-    """Return the script for a study in the folder `study`, with jobs called `name`.
+    """Return a shell script that submits the jobs, as an export.
 
-    searching: the arguments of the search, None for a script that searches itself. The search runs on all nodes of its
-        job if it `can_use_ray`.
-    training: the training command that the search ran, None if it is unknown.
+    searching: the arguments of `autotune-amp search`, without `--storage`. None if the training script calls the search
+        itself: then there is only the training job.
+    training: the training command, with its placeholders such as {batch_size=4}; None if it is unknown.
+    name: the training job's name; the search job's ends in "-search".
+    study: the folder in which the search saves its recommendation, for `autotune-amp run`.
+    origin: a line on the recommendation that is exported, for the script's first comment.
+    can_use_ray: the search runs on all nodes of its job, if there are several.
     """
-    started = shell_line(training or _TRAINING)
+    training_command = shell_line(training or _TRAINING)
     content = (
         "a training that searches itself" if searching is None else "a search, then a training with its recommendation"
     )
@@ -76,7 +83,7 @@ def slurm(
         "# A job at its time limit is queued again: your training has to resume from its own checkpoint.",
     ]
     if training is None:
-        lines.append(f"# Replace {started} with your training command.")
+        lines.append(f"# Replace {training_command} with your training command.")
     if searching is not None:
         lines.append("# The search's --storage is left out, since it may hold a password: add it yourself.")
     lines += ["set -euo pipefail", ""]
@@ -88,18 +95,26 @@ def slurm(
         comment = "its measurements are saved, and the same command resumes"
         setup_lines = [_CLUSTER] if can_use_ray else []
         lines += [*_job_lines("searched=$(", options, search, 'kill -TERM "$running"', comment, setup_lines), ")"]
-        started = f"autotune-amp run {shell_line([study])} -- {started}"
+        training_command = f"autotune-amp run {shell_line([study])} -- {training_command}"
         # The cluster's name may follow the job ID.
         depends = ' --dependency="afterok:${searched%%;*}" --kill-on-invalid-dep=yes'
     options = f"{shell_line([f'--job-name={name}'])}{depends}"
     stop_tasks = 'scancel --signal=TERM "$SLURM_JOB_ID"'
-    lines += _job_lines("", options, f"srun {started}", stop_tasks, "PrecisionController(on_signal=...) saves")
+    lines += _job_lines("", options, f"srun {training_command}", stop_tasks, "PrecisionController(on_signal=...) saves")
     return Export(to="slurm", text=SHEBANG + "\n".join([*lines, ""]))
 
 
 def _job_lines(
     opening: str, options: str, command: str, stop_command: str, comment: str, setup_lines: Sequence[str] = ()
 ) -> list[str]:
+    """Return the lines that submit one job: `sbatch` with the job's script as a here-document.
+
+    opening: shell code before `sbatch`, such as the start of an assignment.
+    options: the options of `sbatch` for this job.
+    command: the shell command that the job runs, after `setup_lines`.
+    stop_command: the shell command that makes `command` save and end.
+    comment: what is saved then, for a comment in the script.
+    """
     fixed_options = "--requeue --open-mode=append --signal=B:TERM@60"
     submit = f"{opening}sbatch --parsable \"$@\" {options} {fixed_options} <<'JOB'"
     return [

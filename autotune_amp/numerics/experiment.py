@@ -1,6 +1,6 @@
 """Comparison of one precision with fp32: single steps, then paired training runs, within a time limit.
 
-If time is short, fewer batches are used, then fewer samples of each, and then no training runs.
+If time is short, batches are cut to fewer samples, fewer batches are used, and then no training runs are made.
 """
 
 from __future__ import annotations
@@ -52,16 +52,17 @@ from autotune_amp.precision.forward_wrapper import has_half_weights, own_class, 
 from autotune_amp.precision.modes import MODES
 
 MIN_NUM_BATCHES, MAX_NUM_BATCHES = 4, 8  # batches whose gradients are compared; more than 4 only if time allows
-# Shares of the check's time limit. After STEP_SHARE the gradients of MIN_NUM_BATCHES batches are compared, not more,
-# after SHORT_SHARE those of two. After SCALE_SHARE the search for a loss scale ends.
-STEP_SHARE, SHORT_SHARE, SCALE_SHARE = 0.25, 0.5, 0.25
-# Least samples of a batch that is cut to save time: with 4, a toy model flushed 6 to 7 % of its gradient in bf16.
+# Shares of the check's time limit that may have passed when something begins: a batch in addition to MIN_NUM_BATCHES, a
+# batch in addition to the first two, and a pass of the search for a loss scale.
+EXTRA_BATCH_SHARE, BATCH_SHARE, SCALE_SHARE = 0.25, 0.5, 0.25
+# Minimum number of samples in a batch that is cut to save time. With 4, 6 to 7 % of a toy model's gradient entries were
+# zero in bf16 but not in fp32.
 MIN_NUM_SAMPLES = 8
 NUM_SCALE_PASSES = 3  # usual number of passes to find a loss scale
 CLEARLY_FAITHFUL_SHARE = 0.5  # errors below this share of their limits need no more than MIN_NUM_BATCHES batches
-NUM_PAIRED_STEPS = 8
+NUM_PAIRED_STEPS = 8  # steps of the short training runs, one in the precision and one in fp32
 NUM_ORDERS, LONG_STEPS = 3, (48, 24, 16)  # longer training run: orders of the batches; numbers of steps, longest first
-_NUM_WORST = 5  # parameters in the report
+_NUM_WORST = 5  # parameters with the most rounding noise that are in the report
 # Fields of `Findings` that are copied to `Fidelity`.
 _COPIED_FINDINGS = (
     *("loss_error", "noise_ratio", "common_error", "common_error_interval", "flushed_share"),
@@ -74,8 +75,11 @@ _COPIED_FINDINGS = (
 class Attempt:
     """Measurements of a precision with the modules `pins` in fp32, and their grade.
 
-    `forward_maxima` are the largest output magnitudes by module. `bad_index` is the index of the batch whose pass was
-    not finite, None if all were finite; `scale` the last loss scale.
+    `scale` is the loss scale of the last single step, with which training runs begin; 1 without a loss scaler.
+    `forward_maxima` are the largest output magnitudes by module name. `bad_index` is the index of the batch whose pass
+    was not finite in the precision or in fp32, None if all were finite. `comparison` of the gradients is None without
+    finite passes. `training` is the short training run in the precision, or the longer one if it became non-finite;
+    None if none was made.
     """
 
     pins: tuple[str, ...]
@@ -93,18 +97,19 @@ class Attempt:
 
 
 class StepMeasurements(NamedTuple):
-    """Passes over the same batches in the precision and in fp32, and the `comparison` of their gradients.
+    """Passes over the same batches in the precision (`low`) and in fp32 (`reference`), compared by their gradients.
 
-    The gradients themselves are dropped. The first non-finite pass ends the lists and keeps its gradients; then
-    `bad_index` is the index of its batch and `comparison` None. `is_safe` is False if no loss scale makes it finite,
-    `is_cut` True if time ran out before a loss scale was found at which the first pass is finite.
+    The passes keep no gradients, except the last pair if one of the two is not finite. Then `bad_index` is the index of
+    their batch, and `comparison` is None. `scale` is the loss scale of the passes in the precision, 1 without a loss
+    scaler. `has_safe_scale` is False if the precision takes a loss scaler and a pass is not finite at any scale.
+    `is_cut` is True if time ran out before a scale was found at which the first batch is finite.
     """
 
     low: list[PassResult]
     reference: list[PassResult]
     scale: float
     bad_index: int | None = None
-    is_safe: bool = True
+    has_safe_scale: bool = True
     comparison: Comparison | None = None
     is_cut: bool = False
 
@@ -112,8 +117,8 @@ class StepMeasurements(NamedTuple):
 class ReferencePass(NamedTuple):
     """A batch in fp32: its pass, the histogram of its gradients, and the parameters that can be compared.
 
-    `octaves` holds pairs of an octave and the number of gradient entries in it. `comparable_names` are the parameters
-    whose gradient exceeds rounding noise.
+    `octaves` holds pairs (k, number of gradient entries with a magnitude from 2^k to below 2^(k+1)).
+    `comparable_names` are the parameters whose gradient exceeds fp32's own rounding noise.
     """
 
     result: PassResult
@@ -122,11 +127,13 @@ class ReferencePass(NamedTuple):
 
 
 class Experiment:
-    """Comparison of one precision with fp32. Each `attempt` pins other modules; the fp32 runs are shared by all.
+    """Comparison of one precision with fp32. Each `attempt` pins other modules; the fp32 runs are made once for all.
 
-    `low` runs the passes in `precision`. `read_maxima` returns the largest output magnitudes since its last call, by
-    module (see `watch_forward`); all attempts share it, so that a compiled model is compiled once per precision.
-    `label` names the precision in messages, and `seconds` limits the whole check.
+    `low` runs passes over the model in `precision`, and the attribute `fp32` runs those to compare with. `read_maxima`
+    returns the largest output magnitudes since its last call, by module name: NaN if an output has one, an empty dict
+    if outputs are not recorded. All attempts share it, since each new recording would compile a compiled model again.
+    `batch_size`, `label` (the precision in messages) and `num_steps_before` (training steps in fp32 before the check)
+    are for the report. `seconds` limits the whole check, from the construction on.
     """
 
     def __init__(
@@ -146,31 +153,34 @@ class Experiment:
         self.low = low
         self.precision = precision
         self._mode = MODES[precision]
-        # fp32 runs by number of steps: one from rerounded weights, and one for each order of the batches.
+        # Longer fp32 runs by number of steps: one from weights that are changed just enough for fp32 to round
+        # differently, and one from the unchanged weights for each order of the batches.
         self._longer_runs: dict[int, tuple[TrainingRun, list[TrainingRun]]] = {}
         self._read_maxima = read_maxima
         self._subject = subject = low.subject
         reference = subject.reference or subject
         self._has_half_weights = has_half_weights(subject.model)
+        # With weights in half precision, the coarser of the two formats stands for both.
         self._roundoff = MODES["bf16" if self._has_half_weights else precision].unit_roundoff
         is_fp16 = any(parameter.dtype == torch.float16 for parameter in subject.model.parameters())
         self._format_max = FP16_MAX if is_fp16 else self._mode.format_max
         self.fp32 = low if reference is subject else Passes(reference)
-        if has_half_weights(reference.model):  # fp32 runs use a copy of the model
+        if has_half_weights(reference.model):  # such a model cannot run in fp32, its fp32 copy can
             self.fp32 = Passes(reference, fp32_copy(reference.model, subject.device.type))
         self._seconds = seconds  # limit for the whole check
         self._plain_run: TrainingRun | None = None  # in fp32
-        self._perturbed_run: TrainingRun | None = None  # in fp32, from weights changed by the precision's rounding
+        self._perturbed_run: TrainingRun | None = None  # in fp32, from weights changed by up to `_roundoff`
         self._fp32_step_seconds: float | None = None
         self._has_moved = True  # False if the fp32 training run changed no weight
         self._log2_guess = FIRST_LOG2_SCALE  # log2 of the largest safe loss scale in the previous attempt
-        self._low_weights = self._lost_updates()
+        self._low_weights = self._lost_updates()  # None if the weights are in fp32
 
     def attempt(self, pins: tuple[str, ...]) -> Attempt:
         """Measure the precision with the modules `pins` in fp32: single steps, then training runs.
 
-        Gradients are compared over the first batches. Unless they are unfaithful, a short training run follows, and a
-        longer one if the verdict is still open. The model keeps the weights of the last run.
+        Gradients are compared over the first batches. A short training run follows, unless the gradients are
+        *unfaithful* already or time is short, and a longer one if the verdict is still open. The model keeps the
+        weights of the last run.
         """
         self._read_maxima()  # discards the maxima of earlier passes
         with self.low.pinned(pins):
@@ -201,22 +211,23 @@ class Experiment:
             if attempt.grade.verdict == "unfaithful" or findings.is_cut:
                 return attempt
             plain = self._train_fp32_once()
-            # Not finite at the first weights either: the batch is at fault, not training.
+            # fp32 is not finite on this batch with the initial weights either: the batch is at fault, not training. The
+            # grade then speaks of the first step, which it infers from the missing `loss_error`.
             if not plain.is_finite and not self.fp32.run(plain.last_index, "fp32").is_finite:
                 findings = findings._replace(is_reference_finite=False, loss_error=None)
                 return Attempt(pins, scale, maxima, findings, bad_index=plain.last_index)
             run = train(self.low, self.precision, NUM_PAIRED_STEPS, scale=scale)
             are_finite = run.is_finite and plain.is_finite
-            scatter = noise_gap(run, plain) if are_finite else None
+            training_noise_gap = noise_gap(run, plain) if are_finite else None
             maxima = self._updated_maxima(maxima)
             findings = findings._replace(
                 is_reference_finite=findings.is_reference_finite and plain.is_finite,
                 forward_max=max(maxima.values(), default=None),
                 is_training_finite=run.is_finite,
                 training_gap=None
-                if scatter is None or scatter < SUSPICIOUS_SCATTER
+                if training_noise_gap is None or training_noise_gap < SUSPICIOUS_SCATTER
                 else self._relative_gap(run, plain),
-                training_noise_gap=scatter,
+                training_noise_gap=training_noise_gap,
                 has_moved=self._has_moved,
             )
             if are_finite and self._has_moved and reason_to_train_longer(findings) is not None:
@@ -227,9 +238,10 @@ class Experiment:
         return replace(attempt, findings=findings, training=run, forward_maxima=maxima)
 
     def use_fp32_draws(self, pins: tuple[str, ...]) -> bool:
-        """Draw random numbers in fp32 from now on if only the precision draws in half; return whether it does.
+        """Switch to random numbers drawn in fp32 if training in the precision draws them in half and fp32 does not.
 
-        Then one seed gives different numbers in the two, which alone can cause a bad verdict.
+        Then one seed gives different numbers in the two, which alone can cause a bad verdict. Returns whether it
+        switched; if so, all later passes draw in fp32 and round. `pins` are the modules in fp32.
         """
         if self._subject.is_compiled or not self.low.has_random_draws:
             return False
@@ -247,9 +259,10 @@ class Experiment:
 
     @cached_property
     def _reference_pass(self) -> ReferencePass:
-        """Run the first batch that has a gradient in fp32, and again from weights that round differently.
+        """Return the fp32 pass over the first batch with a gradient that is not zero, among `MIN_NUM_BATCHES`.
 
-        A batch may have no gradient, for instance if all of its labels are ignored.
+        The gradient may be zero, for instance if all labels of a batch are ignored. A second pass, with weights changed
+        just enough for fp32 to round differently, shows which parameters have more than rounding noise.
         """
         indices = iter(range(MIN_NUM_BATCHES))
         index = next(indices)
@@ -258,18 +271,18 @@ class Experiment:
             index, result = next_index, self.fp32.run(next_index, "fp32")
         self.fp32.restore()
         perturb(self.fp32.model, REROUNDING, self._subject.seed)
-        rerounded = self.fp32.run(index, "fp32", restores=False)
+        perturbed = self.fp32.run(index, "fp32", restores=False)
         octaves = tuple(sorted(count_octaves(result.gradients.values()).items()))
-        names = parameters_with_signal(result.gradients, rerounded.gradients)
+        names = parameters_with_signal(result.gradients, perturbed.gradients)
         return ReferencePass(result if not result.is_finite else replace(result, gradients={}), octaves, names)
 
     def report(
-        self, attempt: Attempt, culprits: tuple[str, ...] = (), healing: tuple[str, ...] = (), where: str = ""
+        self, attempt: Attempt, culprits: tuple[str, ...] = (), healing_pins: tuple[str, ...] = (), where: str = ""
     ) -> Fidelity:
-        """Return the fidelity that `attempt` shows, with the responsible modules `culprits`.
+        """Return the fidelity that `attempt` shows, with the modules `culprits` as the origin of its error.
 
-        `healing` are the pinned modules that make the precision faithful. `where` is a clause for the reason on the
-        origin of the error, used if there are no `culprits`.
+        `healing_pins` are the modules that make the precision faithful if they are pinned. Without `culprits`, `where`
+        takes the place of their names in the reason: a clause that begins with a semicolon.
         """
         comparison, findings, training = attempt.comparison, attempt.findings, attempt.training
         parameters = [] if comparison is None else comparison.parameters
@@ -287,7 +300,8 @@ class Experiment:
             batch_size=self._batch_size,
             verdict=verdict,
             reason=f"{self._label} is {verdict}{after_steps(self._num_steps_before)}: {attempt.grade.reason}{where}.",
-            next_step=attempt.grade.next_step or next_step(self._label, verdict, healing, is_of_weights=is_of_weights),
+            next_step=attempt.grade.next_step
+            or next_step(self._label, verdict, healing_pins, is_of_weights=is_of_weights),
             pinned_modules=attempt.pins,
             **{name: getattr(findings, name) for name in _COPIED_FINDINGS},
             gradient_cosine=None if comparison is None else comparison.whole.cosine,
@@ -299,7 +313,7 @@ class Experiment:
             modules=() if comparison is None else tuple(comparison.modules),
             gradient_histogram=self._reference_pass.octaves,
             culprits=culprits,
-            healing_pins=healing,
+            healing_pins=healing_pins,
             low_weights=low_weights,
             num_passes=self.low.num_passes + (0 if self.fp32 is self.low else self.fp32.num_passes),
             seconds=time.perf_counter() - self._started,
@@ -308,7 +322,10 @@ class Experiment:
         )
 
     def _lost_updates(self) -> LostUpdates | None:
-        """Return the share of the first step's updates lost to rounding; None without weights in half precision."""
+        """Return the share of updates that half-precision weights would lose to rounding in an fp32 optimizer step.
+
+        None without weights in half precision, or if the step changes none of them.
+        """
         if not self._has_half_weights:
             return None
         self.fp32.restore()
@@ -318,27 +335,32 @@ class Experiment:
         return lost_updates(self._subject.model, before, after=weights)
 
     def _updated_maxima(self, before: dict[str, float]) -> dict[str, float]:
-        """Return the largest output magnitudes by module, including those in `before`; infinity for NaN."""
+        """Return the largest output magnitudes by module since the last reading, or in `before`; infinity for NaN."""
         maxima = self._read_maxima().items()
         return {name: math.inf if math.isnan(m) else max(m, before.get(name, 0.0)) for name, m in maxima}
 
     def _measure_steps(self) -> StepMeasurements:
         """Run distinct batches in the precision and in fp32, all at one loss scale, and compare their gradients.
 
-        Ends at the first pass that is not finite.
+        Ends at the first batch that is not finite in one of the two, after `MIN_NUM_BATCHES` if these leave no doubt,
+        or for lack of time. If a batch needs a lower loss scale, all batches are run again with it.
         """
         scale = 1.0
         if self._mode.takes_scaler:
             deadline = self._started + SCALE_SHARE * self._seconds
-            safe = largest_safe_scale(self.low, 0, self._log2_guess, deadline=max(deadline, time.perf_counter()))
-            if safe.log2_scale is None:
-                is_cut = not safe.is_searched
-                bad_index = None if is_cut else 0
+            safe_scale = largest_safe_scale(self.low, 0, self._log2_guess, deadline=max(deadline, time.perf_counter()))
+            if safe_scale.log2_scale is None:
+                is_cut = not safe_scale.is_searched
                 return StepMeasurements(
-                    [safe.last], [self._reference_pass.result], MIN_LOSS_SCALE, bad_index, is_safe=is_cut, is_cut=is_cut
+                    [safe_scale.last],
+                    [self._reference_pass.result],
+                    MIN_LOSS_SCALE,
+                    bad_index=None if is_cut else 0,
+                    has_safe_scale=is_cut,  # a search that was cut does not show that there is none
+                    is_cut=is_cut,
                 )
-            self._log2_guess = safe.log2_scale
-            scale = starting_scale([safe.log2_scale])
+            self._log2_guess = safe_scale.log2_scale
+            scale = starting_scale([safe_scale.log2_scale])
         low: list[PassResult] = []
         reference: list[PassResult] = []
         comparer = GradientComparer(self._reference_pass.comparable_names)
@@ -349,9 +371,12 @@ class Experiment:
             self._fp32_step_seconds = time.perf_counter() - started
             low_pass, lowered_scale, _ = run_finite_pass(self.low, index, self.precision, scale, restores=True)
             if not low_pass.is_finite or not reference_pass.is_finite:
-                is_safe = not self._mode.takes_scaler or low_pass.is_finite
                 return StepMeasurements(
-                    [*low, low_pass], [*reference, reference_pass], lowered_scale, bad_index=index, is_safe=is_safe
+                    [*low, low_pass],
+                    [*reference, reference_pass],
+                    lowered_scale,
+                    bad_index=index,
+                    has_safe_scale=not self._mode.takes_scaler or low_pass.is_finite,
                 )
             if lowered_scale != scale:  # start again, so that all batches have the same scale
                 low, reference, comparer, scale = (
@@ -371,28 +396,41 @@ class Experiment:
 
     @cached_property
     def _distinct_indices(self) -> list[int]:
-        """Return the indices of distinct batches: equal batches have the same noise."""
+        """Return the indices of the first `MAX_NUM_BATCHES` batches, without those equal to an earlier one.
+
+        Equal batches have the same noise, so they would count as an error common to several batches.
+        """
         batches = self._subject.batches[:MAX_NUM_BATCHES]
         return [i for i, one in enumerate(batches) if not any(are_equal(one, other) for other in batches[:i])]
 
     def _has_time_for_batch(self, num_batches: int) -> bool:
-        share = STEP_SHARE if num_batches >= MIN_NUM_BATCHES else SHORT_SHARE
+        """Return whether to compare another batch after `num_batches`: two at least, more only if there is time."""
+        share = EXTRA_BATCH_SHARE if num_batches >= MIN_NUM_BATCHES else BATCH_SHARE
         return num_batches < 2 or self._elapsed_seconds() < share * self._seconds
 
     def _elapsed_seconds(self) -> float:
         return time.perf_counter() - self._started
 
     def has_time_for(self, num_fp32: int, num_low: int) -> bool:
-        """Return whether time remains for this many passes in fp32 and in the precision; see `_predicted_seconds`."""
+        """Return whether the time left is enough for so many passes in fp32 and in the precision, as predicted.
+
+        Before the first pass, whether the time limit has not passed.
+        """
         return self._elapsed_seconds() + self._predicted_seconds(num_fp32, num_low) <= self._seconds
 
     def _predicted_seconds(self, num_fp32: int, num_low: int) -> float:
-        """Predict the seconds of this many passes: the fastest so far, plus half for optimizer steps and copies."""
+        """Predict the seconds of this many passes, each half as long again as the fastest so far in its precision.
+
+        The extra half is for optimizer steps and copies. 0 before the first pass.
+        """
         fp32_seconds = self.fp32.seconds_of.get("fp32", 0.0)
         return 1.5 * (num_fp32 * fp32_seconds + num_low * self.low.seconds_of.get(self.precision, fp32_seconds))
 
     def cut_samples_to_time(self) -> None:
-        """Cut the batches to fewer samples if `MIN_NUM_BATCHES` and a training run would exceed the time limit.
+        """Cut each batch to fewer samples if the check would exceed its time limit.
+
+        Its time is predicted from a few passes, for comparing `MIN_NUM_BATCHES` batches and the short training runs.
+        The number of samples is halved as often as needed, but not below `MIN_NUM_SAMPLES`.
 
         Batches stay whole with a custom training loop, with tensors of different first dimensions, or if the loss
         raises for a part of a batch.
@@ -406,12 +444,14 @@ class Experiment:
             or num_samples < 2 * MIN_NUM_SAMPLES
         ):
             return
-        halves = [num_samples >> k for k in range(num_samples.bit_length()) if num_samples >> k >= MIN_NUM_SAMPLES]
+        allowed_sizes = [
+            num_samples >> k for k in range(num_samples.bit_length()) if num_samples >> k >= MIN_NUM_SAMPLES
+        ]
         # A CPU's time grows with the number of samples; an accelerator's may not.
-        num_tried = halves[-1] if subject.device.type == "cpu" else num_samples
-        num_fp32 = MIN_NUM_BATCHES + NUM_PAIRED_STEPS + 2  # the last two separate signals from noise
+        num_tried = allowed_sizes[-1] if subject.device.type == "cpu" else num_samples
+        num_fp32 = MIN_NUM_BATCHES + NUM_PAIRED_STEPS + 2  # the last two are those of `_reference_pass`
         num_low = MIN_NUM_BATCHES + NUM_PAIRED_STEPS + (NUM_SCALE_PASSES if self._mode.takes_scaler else 0)
-        fitting: list[int] = []
+        fitting: list[int] = []  # allowed sizes for which there is time, largest first
         with suppress(Exception):  # a loss may need its batch size; other exceptions recur later
             self._use_batches(truncate_batches(subject.batches, num_tried))
             for _ in range(2):  # the first pass may be slow
@@ -419,7 +459,7 @@ class Experiment:
                 self.low.run(0, self.precision, scale=2.0**self._log2_guess if self._mode.takes_scaler else 1.0)
                 left = self._seconds - self._elapsed_seconds()
                 seconds_per_sample = self._predicted_seconds(num_fp32, num_low) / num_tried
-                fitting = [size for size in halves if size * seconds_per_sample <= left] or halves[-1:]
+                fitting = [size for size in allowed_sizes if size * seconds_per_sample <= left] or allowed_sizes[-1:]
                 if fitting[0] == num_samples or left <= 0:
                     break
         if fitting and fitting[0] < num_samples:
@@ -429,7 +469,7 @@ class Experiment:
             self._use_batches(subject.batches)
 
     def _use_batches(self, batches: Sequence[Any]) -> None:
-        """Use these batches in all further passes."""
+        """Use these batches in all further passes, and forget the times of passes over the earlier ones."""
         self._subject = self.low.subject = replace(self.low.subject, batches=batches)
         self.fp32.subject = replace(self.fp32.subject, batches=batches)
         self.low.seconds_of.clear()
@@ -438,8 +478,9 @@ class Experiment:
     def _train_longer(self, findings: Findings, scale: float) -> tuple[Findings, TrainingRun | None]:
         """Add the results of longer training runs over several orders of the batches to `findings`.
 
-        Returns `findings` unchanged if there is no time for the shortest run. The second value is the run in the
-        precision that became non-finite, or None. The model keeps the weights of the last run.
+        `scale` is the first loss scale. Returns `findings` unchanged if there is no time for the shortest run, or if a
+        run in fp32 becomes non-finite. The second value is the run in the precision that became non-finite, or None.
+        The model keeps the weights of the last run.
         """
         num_steps = next((n for n in LONG_STEPS if self.has_time_for((NUM_ORDERS + 1) * n, NUM_ORDERS * n)), None)
         if num_steps is None:
@@ -462,7 +503,7 @@ class Experiment:
         return findings._replace(divergence=divergence), None
 
     def _train_fp32_once(self) -> TrainingRun:
-        """Return the short fp32 training run, which is made at the first call."""
+        """Return the short fp32 training run. The first call makes it, times its steps, and sets `_has_moved`."""
         if self._plain_run is None:
             started = time.perf_counter()
             self._plain_run = train(self.fp32, "fp32", NUM_PAIRED_STEPS)
@@ -473,7 +514,11 @@ class Experiment:
         return self._plain_run
 
     def _relative_gap(self, run: TrainingRun, plain: TrainingRun) -> float | None:
-        """Return `relative_gap` of a run in the precision; None if the perturbed fp32 run became non-finite."""
+        """Return the mean distance of the losses of `run` from those of the fp32 run `plain`, relative to a yardstick.
+
+        The yardstick is the distance of an fp32 run whose initial weights are changed by one rounding of the precision.
+        None if that run became non-finite.
+        """
         if self._perturbed_run is None:
             roundoff, seed = self._roundoff, self._subject.seed
             self._perturbed_run = train(self.fp32, "fp32", NUM_PAIRED_STEPS, perturbation=roundoff, seed=seed)
@@ -483,8 +528,9 @@ class Experiment:
 def _is_clearly_faithful(comparison: Comparison) -> bool:
     """Return whether every error is so far below its limit that more batches cannot change the verdict."""
     findings, whole = Findings(**comparison.findings()), comparison.whole
-    most = math.inf if whole.common_error_interval is None else whole.common_error_interval[1]
+    max_common_error = math.inf if whole.common_error_interval is None else whole.common_error_interval[1]
     are_small = (
-        most < CLEARLY_FAITHFUL_SHARE * QUIET_COMMON_ERROR and whole.noise_ratio < CLEARLY_FAITHFUL_SHARE * NOISY
+        max_common_error < CLEARLY_FAITHFUL_SHARE * QUIET_COMMON_ERROR
+        and whole.noise_ratio < CLEARLY_FAITHFUL_SHARE * NOISY
     )
     return are_small and reason_to_train_longer(findings) is None

@@ -1,8 +1,8 @@
-"""Fidelity check: whether training in a precision is equivalent to fp32 on the same weights, batches and draws.
+"""Fidelity check: whether training in a precision is equivalent to fp32, given equal weights, batches and dropout.
 
 First the gradients of four to eight batches are compared, then a short training run. If they leave open whether
-rounding is harmful, a longer run follows over the same batches in several orders. After a bad verdict the responsible
-modules are searched for, and tried in fp32.
+rounding is harmful, a longer run follows over the same batches in several orders. After a bad verdict, which is
+*doubtful* or *unfaithful*, the modules that cause the error are searched for, and tried in fp32.
 """
 
 from __future__ import annotations
@@ -36,18 +36,21 @@ def check(
     num_steps_before: int = 0,
     seconds: float = math.inf,
 ) -> Fidelity:
-    """Compare training in `precision`, with `pinned_modules` in fp32, with training in fp32; restore the model.
+    """Return the verdict on training in `precision`, with `pinned_modules` in fp32, compared with training in fp32.
 
-    `subject.batches` holds at least eight batches of `batch_size` samples. With `find_pins` a bad verdict names the
-    modules responsible, and whether pinning them fixes it. `on_bad_verdict` is called with a bad verdict before the
-    search for modules, which may take long or crash the process. `label` names the precision and other changes to the
-    workload in the reason; `num_steps_before` is the number of fp32 steps in which the weights were trained before.
-    If `seconds` are too short, fewer batches are used, then fewer training steps, then none.
+    `subject` holds the model, whose weights are restored at the end, its loss function and optimizer, and at least
+    eight batches of `batch_size` samples. With `find_pins` a bad verdict also has the modules that cause the error, and
+    those that fix it if they are pinned, that is, kept in fp32. `on_bad_verdict` is called with a bad verdict before
+    the search for these modules, which may take long or crash the process. `label` names the precision and other
+    changes to the workload in the reason. `num_steps_before` is for the report: the weights of `subject` have been
+    trained in fp32 for this many steps. To end within `seconds`, the check uses fewer batches or smaller ones, shortens
+    the longer training run, and as a last resort does not train.
 
     Raises `InvalidRequestError` for a module that cannot be pinned. Exceptions of the model's code and out-of-memory
-    errors pass through; non-finite numbers never raise.
+    errors pass through, except in the search for modules; non-finite numbers never raise.
     """
     passes = Passes(subject)
+    # Recording outputs compiles a compiled model once more, so it is done only for a precision with a loss scaler.
     is_watched = not subject.is_compiled or MODES[precision].takes_scaler
     with watch_forward(subject.model, subject.device) if is_watched else nullcontext(_empty_maxima) as read_maxima:
         try:
@@ -56,24 +59,27 @@ def check(
             )
             experiment.cut_samples_to_time()
             attempt = experiment.attempt(tuple(pinned_modules))
+            # Random numbers that differ in half precision may be the only error: try again with the same ones.
             if attempt.grade.is_bad and experiment.use_fp32_draws(attempt.pins):
                 attempt = experiment.attempt(attempt.pins)
+            # fp32 itself fails: name the modules. In a custom training loop, modules cannot be observed.
             if not attempt.findings.is_reference_finite and subject.loop is None:
                 return experiment.report(attempt, _nonfinite_modules_in_fp32(experiment, attempt))
             if not find_pins or not attempt.grade.is_bad or attempt.grade.is_of_weights:
                 return experiment.report(attempt)
             if on_bad_verdict is not None:
                 on_bad_verdict(experiment.report(attempt))
-            if not experiment.has_time_for(2, 2):
+            if not experiment.has_time_for(2, 2):  # the search runs passes in fp32 and in the precision
                 return experiment.report(attempt, where="; there was no time to search for the modules that cause it")
-            culprits, healing = _find_culprits_and_pins(experiment, attempt)
-            return experiment.report(attempt, culprits, healing)
+            culprits, healing_pins = _find_culprits_and_pins(experiment, attempt)
+            return experiment.report(attempt, culprits, healing_pins)
         finally:
             passes.restore()
             passes.model.zero_grad(set_to_none=True)
 
 
 def _empty_maxima() -> dict[str, float]:
+    """Return the maxima of a model whose module outputs are not recorded: none."""
     return {}
 
 
@@ -81,10 +87,12 @@ def _empty_maxima() -> dict[str, float]:
 
 
 def _find_culprits_and_pins(experiment: Experiment, attempt: Attempt) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the responsible modules, and the pins that make the precision faithful: () if none do.
+    """Return the modules that cause the bad verdict of `attempt`, and the pins that make the precision faithful.
 
-    Each round pins the suspects of the attempt before. If there are no new ones, the parents of the pinned modules are
-    pinned in their place. No more than `MAX_PINNED_SHARE` of the modules are pinned.
+    Each round pins the modules where the error of the attempt before begins. If there are no new ones, the parents of
+    the pinned modules are pinned in their place. At most `MAX_PINNED_SHARE` of the modules are pinned in addition to
+    the pins of `attempt`. On success the first value has the added pins, and the second all pins. Otherwise the first
+    has the modules where the error begins in `attempt`, and the second is ().
     """
     modules = modules_by_name(experiment.low.model)
     limit = max(1, int(MAX_PINNED_SHARE * len(modules)))
@@ -114,9 +122,11 @@ def _find_culprits_and_pins(experiment: Experiment, attempt: Attempt) -> tuple[t
 
 
 def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
-    """Return the names of the modules where the error begins.
+    """Return the names of the modules where the error begins, from the first symptom that `attempt` shows.
 
-    "" is the model's own forward outside of its submodules, `OUTSIDE` the loss function or the optimizer.
+    The symptoms are, in this order: training that becomes non-finite, a non-finite pass, outputs near the end of the
+    format's range, an inaccurate output, gradient entries that are flushed to zero. "" is the model's own forward
+    outside of its submodules, `OUTSIDE` the loss function or the optimizer.
     """
     low, precision = experiment.low, experiment.precision
     with low.pinned(attempt.pins):
@@ -131,16 +141,20 @@ def _suspects(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
             return nonfinite_modules(low, attempt.bad_index, precision, attempt.scale)
         limit = MAX_FORWARD_SHARE * attempt.findings.format_max
         if too_large := [name for name, maximum in attempt.forward_maxima.items() if maximum > limit]:
+            # A module that contains another of them is left out: the error begins in the inner one.
             return tuple(n for n in too_large if not any(other != n and is_inside(other, (n,)) for other in too_large))
-        wrong = first_inaccurate_module(low, experiment.fp32, 0, precision)
-        if wrong is not None:
-            return (wrong,)
+        inaccurate = first_inaccurate_module(low, experiment.fp32, 0, precision)
+        if inaccurate is not None:
+            return (inaccurate,)
     flushed = attempt.findings.most_flushed
     return (OUTSIDE if flushed is None or flushed.flushed_share == 0 else _parent(flushed.name),)
 
 
 def _nonfinite_modules_in_fp32(experiment: Experiment, attempt: Attempt) -> tuple[str, ...]:
-    """Return the modules where fp32 becomes non-finite from the first weights; () if none or if the search failed."""
+    """Return the modules where a pass in fp32 becomes non-finite, with the initial weights and the batch that failed.
+
+    () if no batch failed or if the search raised an exception.
+    """
     index = attempt.bad_index
     if index is None:
         return ()

@@ -104,13 +104,17 @@ class Budget:
 
 
 class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that all jobs of one search have in common.
+    """Constants of one search: the fields that its trials and checks have in common, and facts to plan them with.
 
-    `environment` are the recommended environment variables, and `ready_seconds` the time from starting a process until
-    it has imported the workload. `max_trials` limits the whole search, None for no limit. `similar_best` is the best
-    setting of an earlier search for the same code with other options, or None. `are_trials_fresh`: each trial starts a
-    process of its own, as a command does, and counts as a confirmation. `loads_together`: the processes of the
-    confirmation rounds load at the same time.
+    `description` describes the workload. `memory_limit_bytes` limits each process's use of the device's memory.
+    `torch_state` is the caller's global state of torch, such as its flags, which each job restores. `environment` holds
+    the environment variables that are recommended for the training run; there are some only for a CPU, where they make
+    malloc keep freed memory. `ready_seconds` is the time from starting a process until it has imported the workload.
+
+    `max_trials` limits the whole search, None for no limit. `similar_best` is the best setting of an earlier search for
+    the same code with other options, or None. `are_trials_fresh`: each trial starts a process of its own, since the
+    workload is a training command; so it counts as one of the runs that confirm the winner against the baseline in
+    rounds. `loads_together`: the processes for these rounds are started together and load at the same time.
     """
 
     hardware: Hardware
@@ -127,7 +131,7 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def setup_seconds(self) -> float:
-        """Return the seconds before the first step of a trial that builds its own model."""
+        """Return the seconds in which a trial starts the accelerator and builds model, data and optimizer."""
         return self.description.build_seconds + self.description.context_seconds
 
     @property
@@ -139,24 +143,33 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
     def shares_processes(self) -> bool:
         """Whether the runs of a confirmation round share a process.
 
-        Runs of a command do not, nor runs on a CPU, where the state of the heap affects the measurement. On an
-        accelerator the allocator's cache is emptied between runs, and no recommended variables need another process.
+        Runs of a training command do not, nor runs on a CPU, where memory freed by earlier runs affects the
+        measurement. On an accelerator the allocator's cache is emptied between runs, and there is no `environment` that
+        only a new process could get.
         """
         return self.hardware.device != "cpu" and not self.are_trials_fresh
 
     @property
     def num_cpus(self) -> int:
-        """Return the number of CPU cores for each rank."""
+        """Return the number of CPU cores for each rank, at least one."""
         return max(1, self.hardware.identity.num_cpus // self.description.num_ranks)
 
     @property
     def has_cpus_for_more_workers(self) -> bool:
-        """Whether the user's data loader has fewer worker processes than each rank has CPUs."""
+        """Whether the user's data loader has fewer worker processes than each rank has CPU cores.
+
+        False without a loader whose number of workers can be changed.
+        """
         num_workers = self.description.num_workers
         return num_workers is not None and num_workers < self.num_cpus
 
     def trial(self, ledger: Ledger, setting: Setting, **fields: Any) -> Trial:
-        """Return a trial of `setting`; `fields` override the defaults."""
+        """Return a trial of `setting`; `fields` are further fields of `Trial`.
+
+        They may override `hold_heap`, `num_ranks`, `has_unused_parameters` and `loss_scale`, but no other field that is
+        set here. fp16 has the default loss scale, unless `fields` has a calibrated one. `ledger` knows whether the loss
+        is a sum over samples. The largest samples make up the worst batch, whose memory is measured.
+        """
         sizes = self.description.sample_sizes
         values: dict[str, Any] = {
             "hold_heap": bool(self.environment),
@@ -176,9 +189,10 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check(self, what: CheckKind, setting: Setting, seconds: float) -> Check:
-        """Return a check of the kind `what` for `setting`, with a deadline of `seconds`.
+        """Return a check of the kind `what` for `setting`, with a deadline of `seconds`, 0 if they are negative.
 
-        It runs with the setting's pinned modules or, if there are none, searches for modules to pin.
+        It runs with the setting's pinned modules in fp32. If there are none, a fidelity check that finds harm searches
+        for modules to pin.
         """
         return Check(
             what=what,

@@ -366,7 +366,10 @@ def _thin(sizes: list[int], keep: int) -> list[int]:
 
 
 def is_hopeless(hardware: Hardware, precision: Precision) -> bool:
-    """Whether a precision is emulated and its matrix products are `HOPELESS_SLOWDOWN` times slower than fp32's."""
+    """Whether `precision` is emulated and its matrix products are over `HOPELESS_SLOWDOWN` times slower than fp32's.
+
+    False if the device's speed in fp32 was not measured. An emulated precision without a measured speed is hopeless.
+    """
     capability, reference = hardware.precisions[precision], hardware.precisions.get("fp32")
     if capability.level != "emulated" or reference is None or reference.matmul_flops_per_second is None:
         return False
