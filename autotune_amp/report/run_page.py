@@ -1,4 +1,7 @@
-"""HTML page of a training run, from the log of its PrecisionController. Pure."""
+"""HTML page of a training run, from the log of its PrecisionController. Pure.
+
+A move is a decision of the controller: to change the precision or the loss scale, to keep modules in fp32, or to stop.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,23 @@ from autotune_amp.runtime.run_log import BeginLine, Line, LoggedRun, MoveLine, S
 
 _CAPTION = (
     "Logged at every 64th update and at each change of the loss scale. Marks below the scale show where each precision "
-    "began, marks above it the moves, numbered as in the table. Only fp16 scales the loss."
+    "began, marks above it the controller's decisions (moves), numbered as in the table. Only fp16 scales the loss."
 )
 
-_MAX_TICKS = 8  # of the axis of loss scales, at whole powers of two
+_MAX_TICKS = 8  # at most on the axis of loss scales, each at a whole power of two
 
 
 def run_page(run: LoggedRun, name: str, reload_seconds: int | None = None) -> str:
-    """Return the HTML document of a run; `name` is the log's. A browser reloads it every `reload_seconds`, if given."""
+    """Return the HTML document of a run. `name` is the name of its log's file, for the title.
+
+    A browser reloads the page every `reload_seconds`; None for never.
+    """
     config = msgspec.json.format(run.begin.config.to_json(), indent=2)
     return document.page(
         f"{one_line(name)}: {_title(precision_starts(run))}",
         {
             "The run over time": chart(course(run), _CAPTION),
-            "Moves": _moves(run.moves),
+            "Moves": _moves_table(run.moves),
             "The run": _run_facts(run),
         },
         {"Config": document.code("The controller's config, for AmpConfig.from_json", config)},
@@ -43,7 +49,10 @@ def run_page(run: LoggedRun, name: str, reload_seconds: int | None = None) -> st
 
 
 def course(run: LoggedRun) -> Figure:
-    """Draw the loss scale with the moves, the steps skipped so far, and the loss if it was logged, over the updates."""
+    """Return a figure over the updates: the loss scale with the moves, the number of skipped steps, and the loss.
+
+    An update is an attempted optimizer step. The row for the loss is left out if no loss was logged.
+    """
     samples = [line for line in run.lines if isinstance(line, SampleLine)]
     losses = [line.loss for line in samples if line.loss is not None]
     heights = [0.5, 0.22, 0.28] if losses else [0.7, 0.3]
@@ -51,7 +60,7 @@ def course(run: LoggedRun) -> Figure:
     updates = [line.update for line in run.lines]
     scales = [math.log2(line.scale) if line.scale else None for line in run.lines]
     logged_scales = [scale for scale in scales if scale is not None] or [0.0]
-    low, high = math.floor(min(logged_scales)) - 1, math.ceil(max(logged_scales)) + 1
+    low, high = math.floor(min(logged_scales)) - 1, math.ceil(max(logged_scales)) + 1  # of the axis, in log2
     scale_points = _step_points(updates, scales)
     scale = _run_trace("loss scale", *scale_points, "loss scale 2<sup>%{y}</sup>", "var(--fp16)", "hv")
     figure.add_traces([*_precision_marks(run, low), scale, *_move_traces(run.moves, low, high)], rows=1, cols=1)
@@ -90,6 +99,7 @@ def _update_and_order(point: tuple[int, int, float | None]) -> tuple[int, int]:
 
 
 def _run_trace(name: str, x: Sequence[int], y: Sequence[float | None], hover: str, color: str, shape: str) -> Scatter:
+    """Return the line through the values `y` at the updates `x`; `hover` is the plotly template of a value."""
     return Scatter(
         name=name,
         x=x,
@@ -107,34 +117,39 @@ def precision_starts(run: LoggedRun) -> list[Line]:
 
 
 def _precision_marks(run: LoggedRun, height: float) -> list[Scatter]:
-    """Return the symbol and name of each precision, drawn at `height` at the update where the run changes to it."""
+    """Return a symbol with the precision's name for each update from which the run uses another precision.
+
+    It is drawn at `height`, in log2 of the loss scale.
+    """
     return [
         marker_trace(
-            rung.precision,
-            [rung.update],
+            start.precision,
+            [start.update],
             [height],
-            [f"{rung.precision} from update {rung.update:,}"],
+            [f"{start.precision} from update {start.update:,}"],
             showlegend=False,
             mode="markers+text",
-            text=[rung.precision],
+            text=[start.precision],
             textposition="middle right",
             cliponaxis=False,
             marker={
-                "symbol": PRECISION_STYLES[rung.precision].symbol,
+                "symbol": PRECISION_STYLES[start.precision].symbol,
                 "size": 9,
-                "color": PRECISION_STYLES[rung.precision].color,
+                "color": PRECISION_STYLES[start.precision].color,
             },
         )
-        for rung in precision_starts(run)
+        for start in precision_starts(run)
     ]
 
 
 def _move_traces(moves: Sequence[MoveLine], bottom: float, top: float) -> list[Scatter]:
-    """Return the traces of the moves: a vertical line for each, and on top its number in the table, with the reason on
-    hover."""
-    across = [x for move in moves for x in (move.update, move.update, None)]
-    dashed = line_trace("move", across, [bottom, top, None] * len(moves), None, color="var(--accent)", dash="dot")
-    mark = marker_trace(
+    """Return a vertical line for each move, and on top of it its number in the table, with the reason on hover.
+
+    The lines run from `bottom` to `top`, in log2 of the loss scale.
+    """
+    line_updates = [x for move in moves for x in (move.update, move.update, None)]  # None ends each move's line
+    lines = line_trace("move", line_updates, [bottom, top, None] * len(moves), None, color="var(--accent)", dash="dot")
+    marks = marker_trace(
         "move",
         [move.update for move in moves],
         [top] * len(moves),
@@ -144,12 +159,12 @@ def _move_traces(moves: Sequence[MoveLine], bottom: float, top: float) -> list[S
         ],
         legendgroup="move",
         mode="markers+text",
-        text=[str(place) for place in range(1, len(moves) + 1)],
+        text=[str(number) for number in range(1, len(moves) + 1)],
         textposition="top center",
         cliponaxis=False,
         marker={"symbol": "diamond", "size": 11, "color": "var(--accent)"},
     )
-    return [dashed.update(legendgroup="move", showlegend=False), mark]
+    return [lines.update(legendgroup="move", showlegend=False), marks]
 
 
 def _kind(move: MoveLine) -> str:
@@ -157,17 +172,18 @@ def _kind(move: MoveLine) -> str:
 
 
 def _precision_change(move: MoveLine) -> str:
-    """Return the precisions of a move, such as ``fp16 to bf16``."""
+    """Return the precisions before and after a move, as ``fp16 to bf16``, or the one if it did not change."""
     return move.after if move.before == move.after else f"{move.before} to {move.after}"
 
 
 def _reason(move: MoveLine) -> str:
-    """Return the reason of a move, with the modules that it pins."""
+    """Return the reason of a move; for a pin also the modules that run in fp32 from then on."""
     pinned = f"; in fp32 now: {', '.join(move.pinned_modules)}" if move.kind == "pin" else ""
     return one_line(move.reason + pinned)
 
 
 def _summary(run: LoggedRun) -> str:
+    """Return the HTML of the key numbers at the end of the log, with a warning if the controller stopped the run."""
     last, moves = run.lines[-1], run.moves
     num_updates = last.num_steps + last.num_skips
     share = last.num_skips / max(1, num_updates)
@@ -188,21 +204,22 @@ def _summary(run: LoggedRun) -> str:
     return tiles + pieces.paragraph(f"The run was stopped at update {last.update:,}: {_reason(last)}.", "warning")
 
 
-def _title(changes: Sequence[Line]) -> str:
-    first, *later = changes
+def _title(starts: Sequence[Line]) -> str:
+    """Return the precisions of a run in order, given the line at which each starts (see `precision_starts`)."""
+    first, *later = starts
     if len(later) > 3:
         return f"{first.precision}, and {len(later)} changes of precision"
     return ", then ".join([first.precision, *(f"{line.precision} from update {line.update:,}" for line in later)])
 
 
-def _moves(moves: Sequence[MoveLine]) -> str:
+def _moves_table(moves: Sequence[MoveLine]) -> str:
     if not moves:
         return pieces.paragraph("None: the controller changed nothing.")
     rows = [
-        [str(place), f"{move.update:,}", f"{move.num_skips:,}", _kind(move), _precision_change(move), _reason(move)]
-        for place, move in enumerate(moves, start=1)
+        [str(number), f"{move.update:,}", f"{move.num_skips:,}", _kind(move), _precision_change(move), _reason(move)]
+        for number, move in enumerate(moves, start=1)
     ]
-    columns = ["move", "update", "skipped so far", "what", "precision", "reason"]
+    columns = ["move", "update", "skipped so far", "kind", "precision", "reason"]
     return pieces.table(columns, rows, num_numeric=2)
 
 

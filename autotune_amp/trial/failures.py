@@ -1,4 +1,7 @@
-"""Failure of a trial from the exception that it raised, by the rules of `judge`; and how to fix it."""
+"""Conversion of a trial's exception to a `Failure` (out of memory, unsupported precision, ...), and advice to fix it.
+
+A trial is a short measured training run. The function `judge` has the rules that tell the kinds of failure apart.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _OWN_FILES = Path(__file__).parents[1]
 
 
 class JudgedError(Exception):
-    """Raised to end a trial for which `judge` has found a `failure`."""
+    """Error that ends a trial in which `judge` has found a `failure`, such as losses that are not finite."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -24,26 +27,26 @@ class JudgedError(Exception):
 
 
 def raise_if_failed(evidence: RunEvidence) -> None:
-    """Raise `JudgedError` if `judge` finds a failure in the evidence."""
+    """Raise `JudgedError` if the evidence of a running trial, such as its losses so far, shows a failure."""
     failure = judge(evidence)
     if failure is not None:
         raise JudgedError(failure)
 
 
 def failure_from_exception(error: BaseException, *, is_oom_killed: bool = False) -> Failure:
-    """Return the failure for an exception raised in a trial.
+    """Return the failure for an exception raised in a trial, with a traceback of the user's and the libraries' frames.
 
-    `is_oom_killed`: the kernel has killed a process for lack of memory since the job began.
+    `is_oom_killed`: the kernel has killed some process of this machine for lack of memory since the trial began, so an
+    error such as a lost worker may come from that.
     """
     if isinstance(error, AutotuneAmpError):
         return Failure(kind="workload_error", message=error.message, details=error.next_step)
     if isinstance(error, JudgedError):
         return error.failure
     trace = traceback.TracebackException.from_exception(error)
-    user_frames = [
-        f for f in trace.stack if not Path(f.filename).is_relative_to(_OWN_FILES) or "workloads" in f.filename
-    ]
-    trace.stack = traceback.StackSummary.from_list(user_frames)  # without the frames of this package
+    # Drop the frames of this package, except those of its built-in workload.
+    frames = [f for f in trace.stack if not Path(f.filename).is_relative_to(_OWN_FILES) or "workloads" in f.filename]
+    trace.stack = traceback.StackSummary.from_list(frames)
     raised = RaisedError(
         types=tuple(kind.__name__ for kind in type(error).__mro__),
         message=_escape_surrogates(str(error)),
@@ -51,19 +54,20 @@ def failure_from_exception(error: BaseException, *, is_oom_killed: bool = False)
         free_memory_share=free_memory_share(),
     )
     failure = judge(RunEvidence(error=raised, is_oom_killed=is_oom_killed))
-    assert failure is not None
+    assert failure is not None  # evidence with an error always shows one
     return failure
 
 
 def _escape_surrogates(text: str) -> str:
-    """Return the text with its surrogates escaped, since JSON does not allow them."""
+    """Return the text with lone surrogates escaped (from file names that are not UTF-8): JSON cannot encode them."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def free_memory_share() -> float | None:
-    """Return the smallest free share of the memory that this process may use on the current CUDA device.
+    """Return the free share of the memory that this process may use on the current CUDA device.
 
-    None if the device was not used or has failed.
+    It is what is free now, or was at the peak of this process if that is less. None if this process has not used CUDA,
+    or if the device has failed.
     """
     import torch  # here, since the parent process does not import torch
 
@@ -78,18 +82,24 @@ def free_memory_share() -> float | None:
 
 
 def suggested_fix(failure: Failure) -> str | None:
-    """Return how and where to fix a failure, by the rule that its message matches; None without one."""
+    """Return sentences on how and where to fix a failure, or None if its message matches no rule of `precision.rules`.
+
+    The place is the innermost line outside torch in the traceback, which is in the failure's `details`.
+    """
     rule = rule_of(failure.message)
     if rule is None:
         return None
     frames = re.findall(r'File "(.+)", line (\d+)', failure.details or "")
-    own = [f"{file}:{line}" for file, line in frames if "/torch/" not in Path(file).as_posix()]
-    where = f" It is raised in {own[-1]}." if own else ""
+    lines_outside_torch = [f"{file}:{line}" for file, line in frames if "/torch/" not in Path(file).as_posix()]
+    where = f" It is raised in {lines_outside_torch[-1]}." if lines_outside_torch else ""
     return f"{rule.fix}{where} `autotune-amp check` finds other places like it (rule {rule.name})."
 
 
 def num_oom_kills() -> int:
-    """Return the kernel's count of processes killed for lack of memory, 0 if there is no such count."""
+    """Return how many processes the kernel has killed for lack of memory since the machine started.
+
+    0 on systems that do not count them.
+    """
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/vmstat").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])

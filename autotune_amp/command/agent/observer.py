@@ -1,4 +1,8 @@
-"""Observer of the optimizer steps of this process: batches, passes, autocast regions, losses, memory."""
+"""Observer of the optimizer steps of a training script, in the script's own process.
+
+It hooks into torch and reports each step to the search with its batches, forward and backward passes, autocast regions,
+losses and memory.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +24,19 @@ from . import batches, passes, where
 from .channel import Channel
 from .imports import after_import
 
-NUM_STEPS_SENT_AT_ONCE = 8  # first steps, whose messages do not wait for the sending thread
-# Steps that are timed together on an accelerator, since each synchronization delays training.
+NUM_STEPS_SENT_AT_ONCE = 8  # first steps, which are sent at once; later ones are queued for the channel's thread
+# Steps of an optimizer that are timed together on an accelerator, since each synchronization delays training.
 NUM_STEPS_PER_SYNC = 4
 
 
 def install(channel: Channel, settings: dict[str, Any]) -> None:
-    """Install the hooks that `settings` ask for (see `arm`); torch has just been imported."""
+    """Seed this process and install the hooks that `settings` ask for, right after torch was imported.
+
+    ``seed``: of the random number generators. ``sample_dim``: dimension of a module's inputs along which samples are
+    counted. ``frozen``: settings of a `GradientRecorder`, which writes the gradients to ``folder`` in place of taking
+    optimizer steps. ``observes``: false to report no steps. ``sites``: whether to report the calls in the user's code
+    that created the training's objects. ``outside``: batch size, precision and accumulation to set by hooks.
+    """
     _report_process(channel)
     if settings.get("seed") is not None:  # compared runs must draw the same numbers, even in an unseeded script
         import random
@@ -38,7 +48,7 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
     if settings.get("frozen"):
         from .frozen import GradientRecorder
 
-        observer.frozen = GradientRecorder(channel, observer, settings["folder"], settings["frozen"])
+        observer.gradient_recorder = GradientRecorder(channel, observer, settings["folder"], settings["frozen"])
     if settings.get("observes", True):
         observer.watch()
     if settings.get("sites"):
@@ -52,32 +62,34 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
 
 
 class Observer:
-    """Observer that sends a `Step` message for every optimizer step, with the batches, passes and losses since the
-    last.
+    """Observer that sends a `Step` message for every optimizer step, with the losses and forwards since the last one.
+
+    Samples, backward passes and compilations are counted from the start of the process; see `messages.Step`.
     """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.loaders = batches.LoaderObserver(channel)
         self.passes = passes.PassRecorder(channel)
-        self.frozen: Any = None
+        self.gradient_recorder: Any = None  # if set, it records the gradients in place of each step
         self.num_steps = 0
-        self.on_step: list[Any] = []
+        self.on_step: list[Any] = []  # called with the number of steps so far, after each
         self._optimizers: list[Any] = []  # weak references, in the order of their first steps
-        self._num_steps_of: list[int] = []
+        self._num_steps_of: list[int] = []  # by index of the optimizer
         self._running_step_frame: Any = None  # frame of the outermost running `Optimizer.step`, None outside of one
-        self._num_nested = 0
-        self.has_stepped = False
-        self.in_scaler = 0
-        self._pending: list[dict[str, Any]] = []
+        self._num_nested = 0  # running `Optimizer.step` calls inside the outermost
+        self.has_stepped = False  # whether an optimizer has stepped since the latest GradScaler.step began
+        self.scaler_depth = 0  # running calls of GradScaler.step, one inside another
+        self._pending: list[dict[str, Any]] = []  # steps not reported yet: reading their losses synchronizes the device
         self._device = torch.device("cpu")
         self._num_compilations = 0
         self._peak_bytes: int | None = None
         self.modules: dict[int, Any] = {}  # outermost modules that have run in training: weak references by id
-        channel.before_send = channel.shield(self._update_peak_memory)
+        channel.before_send = channel.shield(self._update_peak_memory)  # shielded: errors never reach the script
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
+        """Forget the steps and optimizers of the parent process, in a forked child."""
         self.num_steps = 0
         self._optimizers = []
         self._num_steps_of = []
@@ -85,7 +97,7 @@ class Observer:
         self._pending = []
 
     def watch(self) -> None:
-        """Hook into loaders, passes, optimizers, compilation and GradScaler."""
+        """Install the hooks of DataLoaders, forward and backward passes, optimizers, torch.compile and GradScaler."""
         self.loaders.watch()
         self.passes.watch()
         self.passes.on_outermost.append(lambda module: self.modules.setdefault(id(module), weakref.ref(module)))
@@ -94,7 +106,7 @@ class Observer:
 
         def hook_dynamo(dynamo: Any) -> None:
             def exclude_hooks_from_graphs(*_: Any) -> None:  # else a compiled `optimizer.step` would trace the hooks
-                while hooks:
+                while hooks:  # only at the first compilation: then the list stays empty
                     hooks.pop().remove()
                     if not hooks:
                         register_optimizer_step_pre_hook(dynamo.disable(before_step))
@@ -122,7 +134,7 @@ class Observer:
         self._num_compilations += 1
 
     def index_of(self, optimizer: Any) -> int:
-        """Return the index of an optimizer in the order of first steps; report a new one."""
+        """Return the index of an optimizer in the order of first steps. Send an `Optimizer` message for a new one."""
         for index, reference in enumerate(self._optimizers):
             if reference() is optimizer:
                 return index
@@ -134,7 +146,8 @@ class Observer:
             self._num_nested += 1  # a subclass that calls its parent's step takes one step, not two
             return None
         self._running_step_frame, self._num_nested = _step_frame(), 0
-        return None if self.frozen is None else self.frozen.record_in_place_of_step(optimizer, args, kwargs)
+        recorder = self.gradient_recorder
+        return None if recorder is None else recorder.record_in_place_of_step(optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
         if self._num_nested:
@@ -142,7 +155,7 @@ class Observer:
             return
         self._running_step_frame = None
         self.has_stepped = True
-        if not self.in_scaler:
+        if not self.scaler_depth:
             self.report_step(optimizer)
 
     def _is_in_step(self) -> bool:
@@ -157,15 +170,19 @@ class Observer:
         return frame is not None
 
     def report_scaler_step(self, scaler: Any, optimizer: Any) -> None:
-        """Report the optimizer step of an enabled GradScaler, which may have skipped it."""
+        """Report the optimizer step of an enabled GradScaler, which may have skipped it.
+
+        A fused optimizer is called also for a skipped step, and then changes nothing: only `found_inf` shows the skip.
+        """
         found_inf = None
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             found_inf = sum(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
         self.report_step(optimizer, found_inf, is_skipped=not self.has_stepped)
 
     def report_step(self, optimizer: Any, found_inf: Any = None, *, is_skipped: bool = False) -> None:
-        """Report that an optimizer stepped or that its scaler skipped the step; `found_inf`, a tensor on the device,
-        tells which.
+        """Report that an optimizer stepped or that its scaler skipped the step.
+
+        `found_inf`, a tensor on the device, is not zero if the step was skipped; `is_skipped` counts if it is None.
         """
         began = time.perf_counter()
         index = self.index_of(optimizer)
@@ -183,7 +200,8 @@ class Observer:
             "time": time.monotonic(),
         }
         self._pending.append(step)
-        if self.num_steps == passes.NUM_FULLY_WATCHED and self.frozen is None:
+        # Module calls are recorded in the first steps only, since that slows training.
+        if self.num_steps == passes.NUM_FULLY_WATCHED and self.gradient_recorder is None:
             self.passes.unwatch_modules()
         for action in self.on_step:
             action(self.num_steps)
@@ -196,13 +214,13 @@ class Observer:
         self.passes.overhead_seconds += time.perf_counter() - began
 
     def _report_steps(self) -> None:
-        """Synchronize the device, read losses and memory, and report the steps since the last call."""
+        """Synchronize the device, read losses and memory, and report the pending steps."""
         last = self._pending[-1]
         last.update(self._memory_fields())
         if self._device.type != "cpu":
             getattr(torch, self._device.type).synchronize(*self._device_arguments)
             last["time"] = time.monotonic()
-        last["is_settled"] = True
+        last["is_settled"] = True  # its time is that after a synchronization; the times of the others are not
         last["overhead_seconds"] = self.passes.overhead_seconds + self.loaders.overhead_seconds
         for step in self._pending:
             step["losses"] = [passes.read(loss) for loss in step["losses"]]
@@ -239,18 +257,19 @@ class Observer:
         }
 
     def _report_optimizer(self, optimizer: Any) -> None:
+        """Give a new optimizer its index, take its parameters' device as that of the training, and report both."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._optimizers.append(weakref.ref(optimizer))
         self._num_steps_of.append(0)
         self._device = next((p.device for p in parameters if p.device.type != "cpu"), self._device)
         modules = [module for module in (reference() for reference in self.modules.values()) if module is not None]
-        frozen = {id(p): p for module in modules for p in module.parameters() if not p.requires_grad}
+        untrained = {id(p): p for module in modules for p in module.parameters() if not p.requires_grad}
         self.channel.send(
             "optimizer",
             index=len(self._optimizers) - 1,
             name=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
             num_parameters=_num_by_dtype(parameters),
-            num_frozen=_num_by_dtype(frozen.values()),
+            num_frozen=_num_by_dtype(untrained.values()),
             devices=sorted({str(p.device) for p in parameters}),
             is_fused=any(group.get("fused") for group in optimizer.param_groups),
             line=where.user_line(),
@@ -263,6 +282,7 @@ class Observer:
 
 
 def _num_by_dtype(parameters: Any) -> dict[str, int]:
+    """Return the total number of elements of the parameters, by dtype."""
     counts: dict[str, int] = {}
     for parameter in parameters:
         dtype = str(parameter.dtype).replace("torch.", "")
@@ -280,7 +300,7 @@ def _step_frame() -> Any:
 
 
 def _hook_scaler(observer: Observer) -> None:
-    """Hook into GradScaler.step: the optimizer's own hooks miss a step that it skips, unless the optimizer is fused."""
+    """Hook into GradScaler.step: when it skips a step, it calls the optimizer, and its hooks, only if that is fused."""
     scaler_class: Any = GradScaler
     original, report_step = scaler_class.step, observer.channel.shield(observer.report_scaler_step)
 
@@ -288,13 +308,13 @@ def _hook_scaler(observer: Observer) -> None:
     def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not scaler.is_enabled():
             return original(scaler, optimizer, *args, **kwargs)
-        observer.in_scaler += 1
+        observer.scaler_depth += 1
         observer.has_stepped = False
         try:
             result = original(scaler, optimizer, *args, **kwargs)
         finally:
-            observer.in_scaler -= 1
-        if observer.in_scaler == 0:
+            observer.scaler_depth -= 1
+        if observer.scaler_depth == 0:
             report_step(scaler, optimizer)
         return result
 
@@ -302,6 +322,7 @@ def _hook_scaler(observer: Observer) -> None:
 
 
 def _peak_resident_bytes() -> int | None:
+    """Return the peak resident memory of this process, None on systems without /proc."""
     try:
         with open("/proc/self/status", "rb") as status:
             for line in status:
@@ -313,7 +334,10 @@ def _peak_resident_bytes() -> int | None:
 
 
 def _free_memory_share() -> float | None:
-    """Return the smallest share of the current CUDA device's memory that has been free so far, None if not known."""
+    """Return the free share of the current CUDA device's memory: now, or at the peak of this process if less.
+
+    None if this process has not used CUDA, or if the device has failed.
+    """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not type it
         return None
     try:
@@ -324,7 +348,7 @@ def _free_memory_share() -> float | None:
 
 
 def _report_process(channel: Channel) -> None:
-    """Report that this process has imported torch, and later its uncaught exception or its exit."""
+    """Report that this process has imported torch, and later its uncaught exception or its exit; start the channel."""
     hook = sys.excepthook
 
     def excepthook(kind: Any, value: Any, trace: Any) -> None:

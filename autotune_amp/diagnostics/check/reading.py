@@ -1,5 +1,8 @@
-"""Finds problems in the user's source files that a recorded step cannot show: scalers, clipping, old names of
-torch.amp. Does not import torch."""
+"""Search of the user's source files for mixed-precision problems that recording a training step cannot show.
+
+These are a needless GradScaler, clipping of gradients that are still scaled, and old names of torch.amp. The search
+also locates the line that made weights of a dtype. Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,11 @@ from autotune_amp.precision import rules
 from autotune_amp.precision.rules import Severity
 
 _PACKAGE_FOLDER = Path(__file__).parents[2]
+# Folders of the standard library and of installed packages, in which the user cannot fix anything.
 _INSTALLED: Final = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _OLD_AMP_NAMES = re.compile(r"torch\.(cuda|cpu)\.amp\b")
 _CLIP_FUNCTIONS: Final = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_")
+# By dtype: the method of a tensor or module that casts to it, then its names.
 _DTYPE_NAMES: Final = {
     "float16": ("half", "torch.float16", "torch.half"),
     "bfloat16": ("bfloat16", "torch.bfloat16"),
@@ -34,7 +39,7 @@ _DTYPE_NAMES: Final = {
 
 
 class SourceText(NamedTuple):
-    """Parsed file of the user. `names` maps each imported name to its full dotted name."""
+    """Parsed source file of the user. `names` maps each name that is imported in it to the full dotted name."""
 
     file: str
     tree: ast.Module
@@ -56,9 +61,10 @@ class SourceText(NamedTuple):
 
 
 def parse_sources(objects: Iterable[Any]) -> tuple[list[SourceText], tuple[str, ...]]:
-    """Return the parsed files that define these classes and functions, and the names of objects without source.
+    """Return the parsed files that define `objects`, and the names of those without source.
 
-    Installed code, such as torch, is left out, since the user cannot fix it.
+    An object is a class or function; another is taken as its class, a functools.partial as its function. Installed
+    code, such as torch, is left out, since the user cannot fix it.
     """
     sources: dict[str, SourceText] = {}
     unread: dict[str, None] = {}
@@ -79,7 +85,7 @@ def parse_sources(objects: Iterable[Any]) -> tuple[list[SourceText], tuple[str, 
 
 
 def source_findings(source: SourceText) -> Iterator[Finding]:
-    """Yield the findings of all rules about source code in a file."""
+    """Yield the findings in a file: old names of torch.amp, needless scalers, and clipping before `unscale_`."""
     yield from _old_name_findings(source)
     yield from _scaler_findings(source)
     for node in ast.walk(source.tree):
@@ -94,12 +100,13 @@ def weights_finding(
     """Return the finding that trained weights of `modules` have `dtype`, located at the line that requests this dtype.
 
     The line is searched in `makers`, the functions that build the model, in functions that these use, and in the
-    assignments that define them. Otherwise it is the only such line in all files; several may belong to other
-    workloads, so then the finding has no line.
+    assignments that define them. Otherwise it is the only such line in all files. If there are several, they may belong
+    to other training runs that the files define, so the finding has no line.
     """
     sources = list(sources)
     locations = [location for source in sources for location in _dtype_locations(source, dtype)]
     makers = list(makers)
+    # Nearest to `makers` first: the first set that has such a line decides.
     line_sets = [_function_lines(function) for maker in makers for function in _reachable_functions(maker)]
     line_sets += [_assignment_lines(source, maker) for maker in makers for source in sources]
     likely_locations = (
@@ -119,8 +126,9 @@ def weights_finding(
 def _defining_file(subject: Any) -> str | None:
     """Return the file or notebook cell in which a function or class was written, or None if it is unknown.
 
-    A class is found by its methods, whose code keeps its file when unpickled. `inspect` looks in the module of the
-    class, and in a trial's process ``__main__`` is not the user's.
+    A class is located by its methods: their code holds the file's name even after unpickling in another process.
+    `inspect` takes the file of the class's module instead, which fails for a class of the user's ``__main__``, since
+    the process of a trial has another ``__main__``.
     """
     functions = map(_underlying_function, vars(subject).values() if inspect.isclass(subject) else [subject])
     files = (
@@ -143,12 +151,17 @@ def _underlying_function(member: Any) -> Any:
 
 
 def _is_installed(file: str) -> bool:
+    """Whether a file is part of Python, of an installed package or of this one.
+
+    This package's built-in workload counts as a user's file, unless the package itself is installed.
+    """
     return file.startswith(_INSTALLED) or (
         Path(file).is_relative_to(_PACKAGE_FOLDER) and Path(file).name != "workloads.py"
     )
 
 
 def _parse(file: str) -> SourceText | None:
+    """Return the parsed file or notebook cell, or None if its source is unknown or not plain Python."""
     lines = linecache.getlines(file)
     try:
         tree = ast.parse("".join(lines))
@@ -158,6 +171,7 @@ def _parse(file: str) -> SourceText | None:
 
 
 def _imported_names(tree: ast.Module) -> dict[str, str]:
+    """Return the full dotted name for each name that an absolute import binds, except for ``import a.b`` without as."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -177,7 +191,10 @@ def _dtype_locations(source: SourceText, dtype: str) -> Iterator[CodeLocation]:
 
 
 def _reachable_functions(maker: Any) -> Iterator[Any]:
-    """Yield a user's function (or the methods of a class) and all functions that it refers to, nearest first."""
+    """Yield a user's function (or the methods of a class) and all the user's functions it refers to, nearest first.
+
+    Functions are found through global names and closures, at any depth. Nothing is yielded for other objects.
+    """
     visited_code: set[CodeType] = set()
     candidates = [maker]
     for candidate in candidates:  # the loop appends to it
@@ -207,18 +224,21 @@ def _used_names(code: CodeType) -> Iterator[str]:
             yield from _used_names(inner)
 
 
-def _function_lines(maker: Any) -> set[tuple[str | None, int | None]]:
-    """Return the (file, line) pairs of a function, none if it has no source."""
+def _function_lines(function: Any) -> set[tuple[str | None, int | None]]:
+    """Return the (file, line) pairs of a function's source, none if it has no source."""
     try:
-        lines, first = inspect.getsourcelines(maker)
+        lines, first = inspect.getsourcelines(function)
     except (OSError, TypeError):  # it has no source
         return set()
-    file = inspect.getsourcefile(maker)
+    file = inspect.getsourcefile(function)
     return {(file, first + number) for number in range(len(lines))}
 
 
 def _assignment_lines(source: SourceText, maker: Any) -> set[tuple[str | None, int | None]]:
-    """Return the (file, line) pairs of assignments of `maker` to a global name, such as ``half = make(float16)``."""
+    """Return the (file, line) pairs of assignments of `maker` to a global name, such as ``half = make(float16)``.
+
+    Functions that one function returns have the same lines of code, and only the assignment tells them apart.
+    """
     global_names = getattr(maker, "__globals__", {})
     return {
         (source.file, line)
@@ -232,6 +252,7 @@ def _assignment_lines(source: SourceText, maker: Any) -> set[tuple[str | None, i
 
 
 def _old_name_findings(source: SourceText) -> Iterator[Finding]:
+    """Yield a finding for each import or use of ``torch.cuda.amp`` or ``torch.cpu.amp``, deprecated by torch.amp."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ImportFrom):
             is_old = any(_OLD_AMP_NAMES.match(f"{node.module}.{alias.name}") for alias in node.names)
@@ -246,7 +267,10 @@ def _old_name_findings(source: SourceText) -> Iterator[Finding]:
 
 
 def _scaler_findings(source: SourceText) -> Iterator[Finding]:
-    """Yield a finding for each GradScaler that is always on, in a file in which every autocast is to bf16."""
+    """Yield a finding for each GradScaler made without `enabled`, in a file in which every autocast is to bf16.
+
+    Bf16 has the exponent range of fp32, so the loss needs no scale.
+    """
     calls = [(source.full_name(node.func), node) for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
     dtypes = [_autocast_dtype_name(source, name, node) for name, node in calls if name.endswith("autocast")]
     if not dtypes or any(dtype != "bfloat16" for dtype in dtypes):
@@ -270,24 +294,27 @@ def _clipping_findings(
 ) -> Iterator[Finding]:
     """Yield a finding for gradient clipping after a scaled backward pass and before `unscale_`.
 
-    `scope` is one function, or the top level of the file.
+    `scope` is one function, or the top level of the file. Calls are compared by their lines, without regard to branches
+    and loops.
     """
     calls = sorted(
         (node for node in _nodes_in_scope(scope) if isinstance(node, ast.Call)), key=lambda node: node.lineno
     )
-    methods = [
+    method_calls = [  # (line, name of the method, source of the object that it is called on, node)
         (node.lineno, node.func.attr, ast.unparse(node.func.value), node)
         for node in calls
         if isinstance(node.func, ast.Attribute)
     ]
-    scalers = {owner for _, name, owner, _ in methods if name in ("scale", "backward")}
-    steps = [(owner, node) for _, name, owner, node in methods if name == "step" and node.args and owner in scalers]
+    scalers = {owner for _, name, owner, _ in method_calls if name in ("scale", "backward")}
+    steps = [
+        (owner, node) for _, name, owner, node in method_calls if name == "step" and node.args and owner in scalers
+    ]
     for clip in calls:
         called = source.full_name(clip.func)
         if not (called in _CLIP_FUNCTIONS or called.startswith("nn.utils.clip_grad_")):
             continue
         for scaler, step in steps:
-            before = [name for line, name, owner, _ in methods if owner == scaler and line < clip.lineno]
+            before = [name for line, name, owner, _ in method_calls if owner == scaler and line < clip.lineno]
             if {"scale", "backward"} & set(before) and "unscale_" not in before and step.lineno > clip.lineno:
                 line = f"{scaler}.unscale_({ast.unparse(step.args[0])})  # before this line"
                 yield make_finding(rules.CLIPPING, source.location(clip.lineno), mend=line)
