@@ -1,4 +1,4 @@
-"""HTML fragments for reports and notebooks. All text passed in is escaped here."""
+"""HTML fragments for reports and notebooks. Text is escaped here; fragments passed in as HTML are not."""
 
 from __future__ import annotations
 
@@ -10,32 +10,36 @@ from autotune_amp.core.text import printable
 
 
 def fragment(title: str, *pieces: str) -> str:
-    """Return a box with a title, the `pieces` and their style, for a notebook; dark on a dark page."""
+    """Return a box for a notebook: the title, the `pieces` (HTML of this module's functions) and their style sheet.
+
+    Its colours derive from the notebook's text colour, so that it suits dark themes too.
+    """
     return f'<div class="autotune-amp amp-pieces"><style>{style()}</style><h4>{text(title)}</h4>{"".join(pieces)}</div>'
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_numeric: int = 0) -> str:
-    """Return a table; the `num_numeric` columns after the first hold numbers, the last one text.
+    """Return a table with a heading for each of the `columns`. The `num_numeric` columns after the first are aligned
+    to the right, for numbers.
 
-    In a narrow window the last cell of a row has a line of its own below the others.
+    In a narrow window the last cell of a row, which may be a long text, has a line of its own below the others.
     """
 
-    def cells(row: Sequence[str], name: str) -> str:
-        kinds = (' class="number"' if 0 < index <= num_numeric else "" for index in range(len(row)))
-        return "".join(f"<{name}{kind}>{text(cell)}</{name}>" for kind, cell in zip(kinds, row, strict=True))
+    def cells(row: Sequence[str], tag: str) -> str:
+        attributes = (' class="number"' if 0 < index <= num_numeric else "" for index in range(len(row)))
+        return "".join(f"<{tag}{each}>{text(cell)}</{tag}>" for each, cell in zip(attributes, row, strict=True))
 
     head, body = cells(columns, "th"), "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    opened = f'<table style="--columns: {len(columns) - 1}">'
-    return f'<div class="wide">{opened}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    opening_tag = f'<table style="--columns: {len(columns) - 1}">'  # columns beside the last, in a narrow window
+    return f'<div class="wide">{opening_tag}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return a definition list of (label, text) pairs."""
+    """Return a two-column list (``<dl>``) of (label, text) pairs."""
     return "<dl>" + "".join(f"<dt>{text(label)}</dt><dd>{text(words)}</dd>" for label, words in pairs) + "</dl>"
 
 
 def tiles(key_numbers: Iterable[tuple[str, str, str]]) -> str:
-    """Return a row of tiles for (label, number, note) triples."""
+    """Return a row of boxes, each with a number in large type between its label and a note: (label, number, note)."""
     boxes = (
         f'<div class="tile"><span>{text(label)}</span><b>{text(value)}</b><span>{text(note)}</span></div>'
         for label, value, note in key_numbers
@@ -44,12 +48,12 @@ def tiles(key_numbers: Iterable[tuple[str, str, str]]) -> str:
 
 
 def paragraph(words: str, kind: str = "") -> str:
-    """Return a paragraph; `kind` is a class of pieces.css: ``reason``, ``warning``, ``absent``."""
+    """Return a paragraph. `kind` is its class in pieces.css, not escaped: ``reason``, ``warning`` or ``absent``."""
     return f'<p class="{kind}">{text(words)}</p>' if kind else f"<p>{text(words)}</p>"
 
 
 def folded(title: str, body: str) -> str:
-    """Return a section that unfolds when its title is clicked."""
+    """Return a section that unfolds when its title is clicked. `body` is HTML and not escaped."""
     return f"<details><summary>{text(title)}</summary>{body}</details>"
 
 
@@ -59,5 +63,5 @@ def style() -> str:
 
 
 def text(words: str) -> str:
-    """Escape HTML markup and control characters in `words`."""
+    """Return `words` with HTML markup and control characters escaped."""
     return escape(printable(words))

@@ -1,14 +1,15 @@
 """Sinks that send the controller's metrics and its changes of precision ("moves") to experiment trackers.
 
-Use as ``PrecisionController(config, sinks=[tensorboard("runs/1"), wandb()])``. Names are those of
-`autotune_amp.runtime.status.METRICS`. Any callable that takes a mapping of such names is a sink too.
+Use as ``PrecisionController(config, sinks=[tensorboard("runs/1"), wandb()])``. A sink is any callable that takes a
+mapping from metric names, such as ``autotune_amp/scale``, to numbers or text; `autotune_amp.runtime.status.METRICS`
+lists the names.
 
 `wandb()` and `mlflow()` use the active run. W&B has one step for everything that a run logs, so `wandb()` adds its
-metrics to the rows that your training run logs; if it logs seldom, use `wandb(own_rows=True)`. Sinks are called for
-every 64th update, each change of the loss scale and each move, on rank 0. A sink has a thread of its own: if one raises
-or hangs a warning is logged once, and training goes on. Each needs its package: `pip install -e '.[tensorboard]'`,
-`wandb`, `mlflow` or `opentelemetry`. `autotune-amp report run.jsonl` draws the log, with `--follow` repeatedly while
-the run goes on.
+metrics to the rows that your training run logs; if it logs seldom, use `wandb(own_rows=True)`. Sinks are called on rank
+0, for every 64th update (attempted optimizer step), each change of the loss scale and each move. Each sink runs in a
+thread of its own: if it raises or hangs, a warning is logged once, and training goes on. Each needs its package:
+`pip install -e '.[tensorboard]'`, `wandb`, `mlflow` or `opentelemetry`. No sink is needed to draw the controller's own
+run log (``run_log="run.jsonl"``): use `autotune-amp report run.jsonl`, with `--follow` while the run goes on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _UPDATE, _PRECISION = METRICS["update"].name, METRICS["precision"].name
 
 
 def _on_first_rank(make: Callable[P, Sink]) -> Callable[P, Sink]:
-    """Decorate a function to make its sink on rank 0 only; on other ranks, which open no run, the sink does nothing."""
+    """Decorate a function that returns a sink: on ranks other than 0 it is not called, and the sink does nothing."""
 
     @wraps(make)
     def make_on_first_rank(*args: P.args, **kwargs: P.kwargs) -> Sink:
@@ -42,7 +43,10 @@ def _on_first_rank(make: Callable[P, Sink]) -> Callable[P, Sink]:
 
 @_on_first_rank
 def tensorboard(where: str | os.PathLike[str] | Any) -> Sink:
-    """Return a sink for TensorBoard, to a ``SummaryWriter`` or its folder. Moves are text. Extra: ``tensorboard``."""
+    """Return a sink for TensorBoard. `where` is a ``SummaryWriter``, or the folder for a new one.
+
+    Moves are written as text. Raises `InvalidRequestError` if the package (extra ``tensorboard``) is not installed.
+    """
     writer: Any = where
     if isinstance(where, str | os.PathLike):
         writer = _import_package("torch.utils.tensorboard", "tensorboard").SummaryWriter(os.fspath(where))
@@ -60,12 +64,13 @@ def tensorboard(where: str | os.PathLike[str] | Any) -> Sink:
 
 @_on_first_rank
 def wandb(run: Any = None, *, own_rows: bool = False) -> Sink:
-    """Return a sink for a W&B run, by default the active one, over ``autotune_amp/update``. Moves go to its summary.
-    Extra: wandb.
+    """Return a sink for a W&B run, by default the active one.
 
-    W&B has one step for everything that a run logs, so metrics are logged with the training run's next row, only the
-    latest if several wait. With `own_rows` each is logged at once: for a run that logs seldom, and passes no ``step=``,
-    since W&B drops rows whose step is below the latest one. Raises `InvalidRequestError` if no run is active.
+    The x axis of its charts is ``autotune_amp/update``; moves go to the run's summary. W&B has one step for everything
+    that a run logs, so metrics are logged with the training run's next row, only the latest if several wait. With
+    `own_rows` they are logged at once: for a run that logs seldom, and passes no ``step=``, since W&B drops rows whose
+    step is below the latest one. Raises `InvalidRequestError` if no run is active or the package (extra ``wandb``) is
+    not installed.
     """
     run = run or _import_package("wandb", "wandb").run
     if run is None:
@@ -83,9 +88,9 @@ def wandb(run: Any = None, *, own_rows: bool = False) -> Sink:
 
 @_on_first_rank
 def mlflow(run_id: str | None = None) -> Sink:
-    """Return a sink for an MLflow run, by default the active one; precision and moves are tags. Extra: ``mlflow``.
+    """Return a sink for an MLflow run, by default the active one. The precision and moves are tags.
 
-    Raises `InvalidRequestError` if no run is active.
+    Raises `InvalidRequestError` if no run is active or the package (extra ``mlflow``) is not installed.
     """
     package = _import_package("mlflow", "mlflow")
     active = package.active_run()
@@ -108,10 +113,10 @@ def mlflow(run_id: str | None = None) -> Sink:
 
 @_on_first_rank
 def opentelemetry(meter_provider: Any = None, logger_provider: Any = None) -> Sink:
-    """Return a sink for OpenTelemetry: counts of the run as counters, other metrics as gauges with the precision, moves
-    as events.
+    """Return a sink for OpenTelemetry, with the global providers for None.
 
-    With None the global providers are used. Extra: ``opentelemetry``.
+    Metrics that never decrease are counters; others are gauges, with the precision as an attribute; moves are events.
+    Raises `InvalidRequestError` if the package (extra ``opentelemetry``) is not installed.
     """
     metrics_api = _import_package("opentelemetry.metrics", "opentelemetry")
     meter = metrics_api.get_meter("autotune_amp", meter_provider=meter_provider)
@@ -120,7 +125,7 @@ def opentelemetry(meter_provider: Any = None, logger_provider: Any = None) -> Si
     gauges: dict[str, Any] = {}
     counts: dict[str, float] = {}
 
-    def observe_count(name: str) -> Callable[[object], list[Any]]:
+    def observe_count(name: str) -> Callable[[object], list[Any]]:  # the API calls back when it collects counters
         return lambda _: [metrics_api.Observation(counts[name])] if name in counts else []
 
     for metric in METRICS.values():
@@ -144,15 +149,17 @@ def opentelemetry(meter_provider: Any = None, logger_provider: Any = None) -> Si
 
 
 def _numeric_values(values: MetricValues) -> dict[str, float]:
+    """Return the metrics that are numbers; the precision and the keys of a move are text."""
     return {name: value for name, value in values.items() if not isinstance(value, str)}
 
 
 def _move_text(values: MetricValues) -> str:
-    """Return a move as text: kind, update, precisions and reason."""
+    """Return a move as text: its kind, its update, the precisions before and after, and its reason."""
     return f"{values[MOVE]} at update {values[_UPDATE]}, {values[BEFORE]} -> {values[_PRECISION]}: {values[REASON]}"
 
 
 def _import_package(module: str, extra: str) -> Any:
+    """Import a module. Raises `InvalidRequestError`, naming the `extra` to install, if it or its package is missing."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

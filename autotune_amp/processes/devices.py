@@ -1,4 +1,8 @@
-"""Devices of this host that a search runs on, and the backends that run its jobs on them."""
+"""Devices of this host that a search runs on, and the backends that run its jobs on them.
+
+A backend starts the processes of jobs and returns their results; a slot is a device, or a share of the CPU, for one job
+at a time. After the search, the confirmation measures the best settings again in fresh processes, in several rounds.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,9 @@ from autotune_amp.trial.jobs import Trial
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Function that makes a backend of the workload. Its arguments: the watcher, the isolation, environment variables added
-# to the caller's, the slot, and the standby process holder.
+# Function that makes a backend of the workload. Its arguments: the watcher, which receives the events of running jobs;
+# the isolation, "kept" for one process that runs all jobs, "forked" for one per job, None for forked where possible;
+# environment variables added to the caller's; the slot; and the holder of standby processes, which load in advance.
 BackendFactory: TypeAlias = Callable[
     [Watcher, Isolation | None, dict[str, str] | None, Slot | None, Standby | None], WorkloadBackend
 ]
@@ -32,13 +37,14 @@ WatcherFactory: TypeAlias = Callable[[Slot], Watcher]
 
 
 class Devices:
-    """Devices of this host that a search runs on: a single one, several GPUs, or one for each rank of a training.
+    """Devices of this host that a search runs on: a single one, several GPUs, or one for each rank of a training run.
 
-    With several `gpus` trials run on all of them at the same time, and the confirmation on the first. As a context
-    manager it ends the standby process.
+    `device` is the name of the first one, or "auto"; `start` makes the backends, `watcher_of` the watcher of a slot.
+    With several `gpus`, trials run on all of them at the same time, and the confirmation on the first. As a context
+    manager it ends the standby processes.
     """
 
-    is_here = True  # on this host
+    is_here = True  # the devices are on this host, rather than in a Ray cluster
 
     def __init__(
         self,
@@ -49,25 +55,25 @@ class Devices:
         num_ranks: int = 1,
     ) -> None:
         self._slots, self.notes = gpus or GpuSlots(())
-        self._first = device
-        # The device that jobs name before the probe finds its index.
+        self._first_device = device
+        # The name of the device in jobs until the probe, the job that inspects the device, has found its index.
         self.device = self._slots[0].device if self._slots else device
         self.num_slots = max(1, len(self._slots))
         self._start = start
         self._watcher_of = watcher_of
         self._ranks = rank_slots(num_ranks, self.identity().type) if num_ranks > 1 else ()
-        is_single = not self._ranks and self.num_slots == 1  # loading would slow the trials on other GPUs
+        is_single = not self._ranks and self.num_slots == 1  # loading in advance would slow the other trials
         self._standby = Standby() if is_single else None
 
     def identity(self) -> DeviceIdentity:
-        """Return the identity of the device to probe."""
-        return identify(self._first)
+        """Return the name, type and memory of the first device, without starting it."""
+        return identify(self._first_device)
 
     def backend(self) -> WorkloadBackend:
         """Return the backend for the jobs before the confirmation.
 
-        On a GPU one process is kept, since a new one would start the driver and load the workload again; on a CPU jobs
-        are forked if the workload allows it.
+        On a GPU one process is kept, since a new one would start the driver and load the workload again; on a CPU and
+        for several ranks jobs are forked where possible.
         """
         if self.num_slots > 1:
             return WorkloadSlots(
@@ -76,14 +82,18 @@ class Devices:
         return self._make_backend(None if self._ranks or self.identity().type == "cpu" else "kept", None)
 
     def confirming(self, device: str, *, are_shared: bool, num_rounds: int) -> ConfirmingProcesses:
-        """Return the backend for the confirmation, which has `num_rounds`, on the device that the probe returned."""
+        """Return the backend for the confirmation, on `device`, or on the first of several GPUs.
+
+        With `are_shared` the trials of a round share a process, and those of all `num_rounds` are loaded in advance
+        where memory allows it.
+        """
         if self._standby is not None and are_shared:
             self._standby.num_wanted = max(0, num_rounds - 1)
         slot = self._slots[0] if self.num_slots > 1 else Slot(device)
         return ConfirmingProcesses(partial(self._make_backend, "kept"), slot, are_shared=are_shared)
 
     def close(self) -> None:
-        """End the standby process."""
+        """End the standby processes."""
         if self._standby is not None:
             self._standby.close()
 
@@ -107,16 +117,16 @@ def make_ranked_backend(
     isolation: Isolation | None,
     environment: dict[str, str] | None,
 ) -> WorkloadBackend:
-    """Return a backend whose trials run on all these ranks."""
+    """Return a backend whose trials run on all `ranks` together, each of which has a slot; other jobs on the first."""
     return RankedBackend(
         ranks, lambda rank, rank_watcher: start(rank_watcher, isolation, environment, rank, None), watcher
     )
 
 
 class ConfirmingProcesses:
-    """Processes for the confirmation's trials: one for each trial, or with `are_shared` one for each round.
+    """Backend for the confirmation's trials on one slot: a fresh process for each trial or, with `are_shared`, round.
 
-    `make` returns a backend of kept processes with the given environment variables.
+    `make` returns a backend that keeps one process, with these environment variables added to the caller's.
     """
 
     def __init__(self, make: Callable[[dict[str, str]], Backend], slot: Slot, *, are_shared: bool) -> None:
@@ -127,8 +137,9 @@ class ConfirmingProcesses:
         self._current: Backend | None = None
 
     def submit(self, job: Trial, slot: Slot | None = None) -> Handle[Any]:  # noqa: ARG002 - there is only one
-        """Start a trial."""
-        is_of_round = job.round == self._round or job.purpose == "outlook"  # an outlook belongs to no round
+        """Start a trial. The process of an earlier round, or with processes not shared of any earlier trial, ends."""
+        # A trial of a larger effective batch ("outlook") follows the rounds, and may share the process of the last.
+        is_of_round = job.round == self._round or job.purpose == "outlook"
         if self._current is None or not self._are_shared or not is_of_round:
             self.close()
             self._current = self._make(job.environment)
@@ -136,7 +147,7 @@ class ConfirmingProcesses:
         return self._current.submit(replace(job, is_alone=not self._are_shared))
 
     def wait(self, handles: Sequence[Handle[Any]]) -> Handle[Any]:
-        """Return the running job, whose `result` waits."""
+        """Return the only running job, at once: its `result` waits for the end."""
         return handles[0]
 
     def close(self) -> None:
@@ -153,20 +164,22 @@ class GpuSlots(NamedTuple):
 
 
 def rank_slots(num_ranks: int, device: str) -> tuple[Slot, ...]:
-    """Return a slot for each rank of a training: a share of the CPU, or a GPU, each rank seeing all GPUs.
+    """Return a slot for each rank of a training run: for the `device` type "cpu" a share of the CPUs, else a GPU.
 
     Raises `InvalidRequestError` if there are too few, or if the GPUs are of several models.
     """
     if device == "cpu":
         return cpu_shares(num_ranks)
+    # Without the UUID a slot hides no GPU from its process: each rank names its own, cuda:N, and sees the others.
     return tuple(Slot(slot.name or "", slot.name) for slot in find_gpus(range(num_ranks), "--ranks").slots)
 
 
 def find_gpus(devices: Sequence[int] | Literal["all"], option: str = "--devices") -> GpuSlots:
     """Return a slot for each NVIDIA GPU given by its index among the visible ones, or for all that are like the first.
 
-    With "all", GPUs of another model or with other computing processes are left out. Raises `InvalidRequestError` if a
-    GPU does not exist or is of another model than the first.
+    With "all", GPUs of another model than the first, or on which other processes compute, are left out. Raises
+    `InvalidRequestError`, which names the command-line `option`, if there is no GPU, or if one of those given by index
+    does not exist or is of another model than the first.
     """
     uuids = nvml.visible_uuids()
     if not uuids:
@@ -208,12 +221,15 @@ def find_gpus(devices: Sequence[int] | Literal["all"], option: str = "--devices"
 
 
 def _gpu_model(uuid: str) -> str | None:
-    identity = nvml.identity(0, uuid)
+    """Return the name of a GPU's model, such as "NVIDIA T4"; None if NVML does not find the GPU."""
+    identity = nvml.identity(0, uuid)  # the index is only copied to the result
     return None if identity is None else identity.name
 
 
 def cpu_shares(num_ranks: int) -> tuple[Slot, ...]:
-    """Return slots that divide the CPUs of this process among ranks, in whole cores if their topology is known.
+    """Return slots with equal shares of the CPUs that this process may use, one for each rank.
+
+    Hyper-threads of a core stay together where the shares allow it and the system tells which they are.
 
     Raises `InvalidRequestError` if there are fewer CPUs than ranks.
     """
@@ -223,13 +239,13 @@ def cpu_shares(num_ranks: int) -> tuple[Slot, ...]:
             f"--ranks is {num_ranks}, and this process may use {len(cpus)} CPUs.",
             f"Give --ranks {len(cpus)} or fewer.",
         )
-    num_cpus = len(cpus) // num_ranks
-    shares = [tuple(sorted(cpus[number * num_cpus : (number + 1) * num_cpus])) for number in range(num_ranks)]
+    size = len(cpus) // num_ranks
+    shares = [tuple(sorted(cpus[rank * size : (rank + 1) * size])) for rank in range(num_ranks)]
     return tuple(Slot("cpu", f"cpu {_ranges_text(share)}", cpus=share) for share in shares)
 
 
 def _cpus_by_core() -> list[int]:
-    """Return the CPUs of this process, with those of the same core next to each other."""
+    """Return the CPUs that this process may use, with the hyper-threads of a core next to each other."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
     def core(cpu: int) -> tuple[int, ...]:

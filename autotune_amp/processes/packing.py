@@ -1,4 +1,4 @@
-"""Conversion of a live workload to bytes for another process; errors name the part that cannot be sent."""
+"""Pickling of a workload made of live objects (model, data, optimizer), for the process that runs its trials."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from typing import Any
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.workload import Workload, WorkloadSource, type_name
 
-_ONE_DEVICE = "Pass the model without its wrapper: a trial runs on one device, without exchange of gradients."
-_IN_A_FUNCTION = "Make it inside a function that the trial calls (model, data and optimizer may all be functions)."
-_NOT_IN_PLACE = "Call compile() inside a function that makes the model, or pass torch.compile(model)."
+# Next steps in errors.
+_USE_BARE_MODEL = "Pass the model without its wrapper: a trial runs on one device, without exchange of gradients."
+_MAKE_IN_FUNCTION = "Make it inside a function that the trial calls (model, data and optimizer may all be functions)."
+_COMPILE_ELSEWHERE = "Call compile() inside a function that makes the model, or pass torch.compile(model)."
 
-# Objects tied to a process group, which a trial does not have; FSDP consists of them. Looked up only if imported.
+# Types of objects tied to a process group, which a trial does not have. FSDP's parameters are DTensors. The modules
+# are looked up in sys.modules: if one is not imported, the workload has no such object.
 _PROCESS_GROUP_TYPES = (("torch.distributed.tensor", "DTensor"), ("torch.distributed", "ProcessGroup"))
 
 
 def pack(source: WorkloadSource) -> bytes:
-    """Return the workload as bytes, in one piece, so that tied weights and optimizer groups keep their identity.
+    """Return the workload as bytes. It is one pickle, so that tied weights and the optimizer's parameters stay shared.
 
-    Tensors on an accelerator are sent as CPU copies, a model without its DistributedDataParallel wrapper. Raises
+    A model is sent without its DistributedDataParallel wrapper; `unpack` puts all tensors on the CPU. Raises
     `WorkloadError` with the name of a part that cannot be sent, such as a module compiled in place by `compile()`.
     """
     import torch
@@ -43,7 +45,7 @@ def pack(source: WorkloadSource) -> bytes:
                 break
         raise WorkloadError(
             f"{path} (a {type_name(culprit)}) cannot be sent to a trial: {getattr(reason, 'message', reason)}.",
-            getattr(reason, "next_step", _IN_A_FUNCTION),
+            getattr(reason, "next_step", _MAKE_IN_FUNCTION),
         ) from error
     return buffer.getvalue()
 
@@ -51,8 +53,8 @@ def pack(source: WorkloadSource) -> bytes:
 def _pickle_module() -> Any:
     """Return a pickle module for torch.save: cloudpickle, adapted to trials.
 
-    Code objects keep the name of their file, which cloudpickle would replace, and their text if no file holds it. A
-    DataLoader with persistent workers loses its running iterator.
+    A code object keeps the name of its file, which cloudpickle would replace, and, if that is not on disk (as for a
+    notebook cell), the source text. A DataLoader loses its running iterator, which it keeps with persistent workers.
     """
     import cloudpickle
     from torch import nn
@@ -61,24 +63,25 @@ def _pickle_module() -> Any:
 
     types_or_none = (getattr(sys.modules.get(module), name, None) for module, name in _PROCESS_GROUP_TYPES)
     process_group_types = tuple(kind for kind in types_or_none if isinstance(kind, type))
-    texts: dict[str, str] = {}  # by file; pickled once as long as it is one object
+    # Source text by file name. All code objects of a file share one str, which pickle writes only once.
+    source_by_file: dict[str, str] = {}
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, types.CodeType):
                 file = obj.co_filename
-                text = texts.setdefault(file, "" if Path(file).is_file() else "".join(linecache.getlines(file)))
+                text = "" if Path(file).is_file() else "".join(linecache.getlines(file))
+                text = source_by_file.setdefault(file, text)
                 return _code_of_file, (file, text, *self.dispatch_table[types.CodeType](obj)[:2])
             if isinstance(obj, DataLoader) and obj._iterator is not None:
                 return copyreg.__newobj__, (type(obj),), {**vars(obj), "_iterator": None}  # type: ignore[attr-defined]
             if isinstance(obj, process_group_types):
-                raise WorkloadError(f"a {type_name(obj)} needs the process group of this process", _ONE_DEVICE)
+                raise WorkloadError(f"a {type_name(obj)} needs the process group of this process", _USE_BARE_MODEL)
             compiled = vars(obj).get("_compiled_call_impl") if isinstance(obj, nn.Module) else None
-            if not isinstance(
-                compiled, types.MethodType | None
-            ):  # with compile(disable=True) it is a method, and nothing is lost
+            # With compile(disable=True) it is a bound method, and nothing is lost.
+            if not isinstance(compiled, types.MethodType | None):
                 raise WorkloadError(
-                    f"a {type_name(obj)} compiled in place cannot be copied in its compiled form", _NOT_IN_PLACE
+                    f"a {type_name(obj)} compiled in place cannot be copied in its compiled form", _COMPILE_ELSEWHERE
                 )
             if isinstance(obj, DistributedDataParallel):
                 return _identity, (obj.module,)
@@ -88,9 +91,10 @@ def _pickle_module() -> Any:
 
 
 def _code_of_file(file: str, text: str, make: Any, arguments: tuple[Any, ...]) -> types.CodeType:
-    """Return the code object that `make` creates, with the file name `file`, so that tracebacks show its lines.
+    """Return the code object ``make(*arguments)``, cloudpickle's own, with the file name `file`.
 
-    `text` is the source of a notebook cell, and "" if `file` is on disk.
+    Tracebacks show its lines: `text`, the source of a notebook cell, is added to `linecache`; it is "" if `file` is on
+    disk.
     """
     if text and file not in linecache.cache:
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
@@ -99,12 +103,15 @@ def _code_of_file(file: str, text: str, make: Any, arguments: tuple[Any, ...]) -
 
 
 def _identity(value: Any) -> Any:
-    """Return `value`, as the reconstructor in a pickle."""
+    """Return `value`. A pickle names a function that restores an object: this one, for an object sent unwrapped."""
     return value
 
 
 def unpack(packed: bytes) -> WorkloadSource:
-    """Return the workload of `pack`, with every tensor on the CPU. Use it only on bytes from the parent's own pipe."""
+    """Return the workload that `pack` converted, with every tensor on the CPU.
+
+    Unpickling can run any code: use it only on bytes that the parent process sent.
+    """
     import torch
 
     # Plain pickle reads what cloudpickle wrote.

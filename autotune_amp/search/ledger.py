@@ -1,4 +1,4 @@
-"""Ledger: all records of a search, and the values that its stages derive from them."""
+"""Ledger: all records of a search, and the values derived from them, by which its stages choose the next job."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from autotune_amp.search.options import DEFAULT_NUM_STEPS
 from autotune_amp.search.ranking import Merit, contenders, is_worth_a_change, least_speed, merit, rank_for
 from autotune_amp.search.space import HOPELESS_SLOWDOWN, Space, excluded_by_outcomes, with_accumulation_checked
 
-# a rival within 10 % may overtake the winner in the confirmation: processes differ by a few percent
+# A rival within 10 % may overtake the winner when both are measured again in fresh processes (the confirmation):
+# processes differ by a few percent.
 RIVAL_MARGIN = 0.10
-# Lower bounds of the share of samples that reach the optimizer, and of a step spent computing: a smaller share is
-# nearly useless, and dividing by it would distort comparisons with other settings.
+# Lower bounds of two shares that throughputs are multiplied and divided by: that of samples that reach the optimizer,
+# and that of a step spent computing. Smaller ones would distort comparisons with other settings.
 LEAST_APPLIED_SHARE, LEAST_COMPUTING_SHARE = 0.1, 0.05
-LOSS_SCALE = LossScale()  # fp16 is tried with it before its own is calibrated
+LOSS_SCALE = LossScale()  # default, for fp16 settings whose own loss scale is not calibrated yet
 
 
 class Shortlist(NamedTuple):
-    """Settings to confirm. The winner may be the baseline."""
+    """Settings to measure again in fresh processes. The winner may be the baseline, the training as it is now."""
 
     winner: Setting
     runner_up: Setting | None
@@ -40,8 +41,11 @@ class Shortlist(NamedTuple):
 class Ledger:
     """All records of one search over `space`, append-only. `write` saves each record before any decision depends on it.
 
-    Derived values are cached until the next record. Loss scales are compared over `num_steps` optimizer steps. A
-    setting may be recommended if it was measured and no check rules it out.
+    A record is the outcome of one job (trial, check or profile) with a setting. Derived values are cached until the
+    next record. `num_steps` is the length of the training run in optimizer steps: loss scales are compared over it, and
+    compiling has to pay back within it. `scales` holds the result of each loss-scale calibration by `Setting.scaling`,
+    the part of a setting that the loss scale depends on. A setting may be recommended if it was measured and neither
+    its fidelity check, its calibration nor its compilation time rules it out (`ruled_out`).
     """
 
     def __init__(
@@ -66,15 +70,16 @@ class Ledger:
 
     @property
     def actual(self) -> Ledger:
-        """Return the ledger without expected records; itself if it has none."""
+        """Return the ledger of real records only, without the predicted ones of `with_expected`."""
         return self._actual or self
 
     def with_expected(
         self, records: Sequence[Record], scales: Mapping[Setting, CalibrationResult], *, num_awaited: int = 0
     ) -> Ledger:
-        """Return a copy with predicted `records` and loss `scales` of running jobs; see `stages.pending`.
+        """Return a copy with the predicted `records` and calibration results (`scales`) of jobs that still run.
 
-        The copy is never appended to. `num_awaited` is the number of running trials without a predicted record.
+        The next job on another device is chosen from it (`stages.pending`); it is never appended to. `num_awaited` is
+        the number of running trials without a predicted record.
         """
         expected = copy.copy(self)
         expected.num_awaited = num_awaited
@@ -94,7 +99,7 @@ class Ledger:
             )
 
     def with_only(self, records: Sequence[Record]) -> Ledger:
-        """Return a ledger with only these records, and the loss scales calibrated in them."""
+        """Return a ledger with only these records and the calibration results of those among them. It saves nothing."""
         ledger = Ledger(self._whole_space, objective=self.objective, num_steps=self.num_steps)
         ledger.records = tuple(records)
         calibrated = {r.candidate.scaling for r in records if r.purpose == "calibration"}
@@ -122,27 +127,34 @@ class Ledger:
 
     @property
     def is_loss_sum(self) -> bool:
-        """Whether the accumulation check found the loss to be a sum, not divided by the accumulation steps."""
+        """Whether the accumulation check found the loss to be a sum over samples.
+
+        The loss of a pass is then not divided by the number of accumulation steps.
+        """
         return self.accumulation is not None and self.accumulation.verdict == "sum"
 
     @property
     def is_accumulation_allowed(self) -> bool:
-        """Whether settings may accumulate more than the baseline: it is not withheld, and the check found it exact."""
+        """Whether settings may use more accumulation steps than the baseline.
+
+        They may if the accumulation check found the result exact, and `space.accumulation_withheld` gives no reason
+        against it.
+        """
         accumulation = self.accumulation
         return self.space.accumulation_withheld is None and accumulation is not None and accumulation.is_exact
 
     @cached_property
     def fidelity(self) -> dict[Setting, Fidelity]:
-        """Return the results of the fidelity checks against fp32, by `ranking.check_key`."""
+        """Return the results of the fidelity checks by `ranking.check_key`, which is the same for all batch sizes."""
         return ranking.fidelity_verdicts(self.records)
 
     def verdict(self, setting: Setting) -> Fidelity | None:
-        """Return the fidelity verdict on a setting, *unchecked* without a check; None for fp32 itself."""
+        """Return the fidelity verdict on a setting, *unchecked* if no check was run; None for fp32, the reference."""
         return ranking.verdict_on(setting, self.space, self.fidelity)
 
     @cached_property
     def trials(self) -> list[Record]:
-        """Return the records of trials, without those of checks."""
+        """Return the records of trials, without those of checks and profiles."""
         return [r for r in self.records if ranking.is_trial(r)]
 
     @cached_property
@@ -154,20 +166,26 @@ class Ledger:
     def num_failures(self) -> int:
         """Return the number of failed trials.
 
-        Left out are processes that failed while loading, trials on one rank, and larger batches, which are doubled
-        until one no longer fits in memory.
+        Left out are processes that failed while loading, trials of several ranks' settings on one rank ("one_rank"),
+        and those of larger effective batches ("outlook"), which are doubled until one no longer fits in memory.
         """
         purposes = [r.purpose for r in self.trials if isinstance(r.outcome, Failure) and not r.outcome.is_loading]
         return sum(purpose not in ("one_rank", "outlook") for purpose in purposes)
 
     @cached_property
     def failures(self) -> dict[Setting, Failure]:
-        """Return the first failure that counts for each setting; see `ranking.failures`."""
+        """Return the first failure of each setting that has one, without those that do not tell against the setting.
+
+        `ranking.failures` lists those, such as a first crash.
+        """
         return ranking.failures(self.records)
 
     @cached_property
     def outcomes(self) -> dict[Setting, Outcome]:
-        """Return, for each setting tried before the confirmation, its failure, else its last measurement."""
+        """Return, for each setting tried before the confirmation, its failure if one counts, else its last measurement.
+
+        Trials of fallback plans are among them.
+        """
         records = [r for r in self.records if r.purpose in ranking.BEFORE_CONFIRMATION]
         measured: dict[Setting, Outcome] = {
             r.candidate: r.outcome for r in records if isinstance(r.outcome, Measurement)
@@ -176,12 +194,15 @@ class Ledger:
 
     @property
     def ordinary_outcomes(self) -> dict[Setting, Outcome]:
-        """Return the `outcomes` of the baseline and of ordinary settings (no pinned modules, no other workers)."""
+        """Return the `outcomes` of the baseline and of ordinary settings.
+
+        Those have another value than the default only for precision, batch size and accumulation steps.
+        """
         return {c: o for c, o in self.outcomes.items() if c.is_ordinary or c == self.space.baseline}
 
     @cached_property
     def exclusions(self) -> tuple[Exclusion, ...]:
-        """Return the exclusions that follow from outcomes, checks and calibrations, with their reasons."""
+        """Return the precisions and batch sizes that outcomes, checks and calibrations rule out, with the reasons."""
         return (
             *ranking.exclusions(self.fidelity),
             *loss_scales.exclusions(self.scales),
@@ -191,7 +212,7 @@ class Ledger:
     @cached_property
     def best(self) -> Record | None:
         """Return the record of the fastest trial so far of a setting that may be recommended, or None."""
-        if self._actual is not None:  # ignore predicted records, which may rule out a faithful setting
+        if self._actual is not None:  # predicted records may rule out a setting that the real ones do not
             return self._actual.best
         allowed = [
             (outcome.samples_per_second, r) for r, outcome in self._records_in_space if r.candidate in self.merits
@@ -200,7 +221,10 @@ class Ledger:
 
     @cached_property
     def measurements(self) -> dict[Setting, list[Measurement]]:
-        """Return the measurements before the confirmation, for any purpose, of settings that never failed."""
+        """Return the measurements before the confirmation by setting, without settings in `failures`.
+
+        They are those of search trials, and of trials of fallback plans in the search space.
+        """
         measurements: dict[Setting, list[Measurement]] = {}
         for record, outcome in self._records_in_space:
             if record.candidate not in self.failures:
@@ -208,13 +232,13 @@ class Ledger:
         return measurements
 
     def throughputs(self, *, without_waiting: bool = False) -> dict[Setting, list[float]]:
-        """Return the throughput of each process, for every setting that may be recommended; more is better.
+        """Return the throughput of each measurement, for every setting that `is_recommendable`; more is better.
 
-        The unit is samples that reach the optimizer per second or, for the objective energy, per joule. With
-        `without_waiting` the time that a step waited for data is subtracted.
+        The unit is samples that reach the optimizer per second or, for the objective energy if all measurements have
+        it, per joule. With `without_waiting` the time that a step waited for data is subtracted from its seconds.
         """
-        leading = {c: measurements for c, measurements in self.measurements.items() if self.is_recommendable(c)}
-        has_joules = all(m.joules_per_sample for measurements in leading.values() for m in measurements)
+        recommendable = {c: measurements for c, measurements in self.measurements.items() if self.is_recommendable(c)}
+        has_joules = all(m.joules_per_sample for measurements in recommendable.values() for m in measurements)
 
         def throughput(measurement: Measurement) -> float:
             if self.objective == "energy" and has_joules and measurement.joules_per_sample:
@@ -224,27 +248,32 @@ class Ledger:
             )
             return measurement.samples_per_second / computing_share
 
-        shares = {c: max(LEAST_APPLIED_SHARE, self.applied_share(c)) for c in leading}
-        return {c: [shares[c] * throughput(m) for m in measurements] for c, measurements in leading.items()}
+        shares = {c: max(LEAST_APPLIED_SHARE, self.applied_share(c)) for c in recommendable}
+        return {c: [shares[c] * throughput(m) for m in measurements] for c, measurements in recommendable.items()}
 
     @cached_property
     def measured_merits(self) -> dict[Setting, Merit]:
-        """Return the merits of all measured settings, including samples of steps that the loss scaler skipped."""
+        """Return the merit (speed, peak memory, energy) of every setting in `measurements`, whether ruled out or not.
+
+        Samples of steps that the loss scaler skipped count too.
+        """
         return {c: merit(measurements) for c, measurements in self.measurements.items()}
 
     @cached_property
     def ruled_out(self) -> dict[Setting, str]:
-        """Return the measured settings that must not be recommended, with the reason from a check or a calibration.
+        """Return the measured settings that must not be recommended, with the reason.
 
-        For the baseline the reason is a warning: it may be kept all the same.
+        The reason comes from a check, a calibration or the compilation time. For the baseline it is a warning: it may
+        be kept all the same.
         """
         return {c: reason for c in self.measurements if (reason := self._reason_against(c)) is not None}
 
     @cached_property
     def merits(self) -> dict[Setting, Merit]:
-        """Return the merits of the settings that may be recommended, counting only samples that reach the optimizer.
+        """Return the merit of each setting that may be recommended, counting only samples that reach the optimizer.
 
-        The baseline is always among them. For uncalibrated fp16 all samples are assumed to reach the optimizer.
+        The baseline is among them whenever it was measured. For uncalibrated fp16 all samples are assumed to reach the
+        optimizer.
         """
         baseline = self.space.baseline
         allowed = {
@@ -259,12 +288,15 @@ class Ledger:
 
     @cached_property
     def pending_tiers(self) -> dict[Setting, int]:
-        """Return the tiers of recommendable settings during the checks: an unchecked one counts as faithful."""
+        """Return the tier of each setting in `merits` before all checks have run: an unchecked one counts as faithful.
+
+        A tier is the rank of a fidelity verdict (`ranking.tier`): settings of a lower one are preferred.
+        """
         return {c: self._tier(c, self.fidelity.get(ranking.check_key(c))) for c in self.merits}
 
     @cached_property
     def tiers(self) -> dict[Setting, int]:
-        """Return the tiers of recommendable settings after all checks: one without a check is *unchecked*."""
+        """Return the tier of each setting in `merits` after all checks: one without a check ranks as *unchecked*."""
         return {c: self._tier(c, self.verdict(c)) for c in self.merits}
 
     def _tier(self, setting: Setting, fidelity: Fidelity | None) -> int:
@@ -272,12 +304,12 @@ class Ledger:
 
     @cached_property
     def shortlist(self) -> Shortlist | None:
-        """Return the settings to confirm before all checks have run, or None if nothing may be recommended."""
+        """Return the settings to confirm, judged before all checks have run; None if nothing may be recommended."""
         return self.shortlist_for(self.objective, self.pending_tiers)
 
     @cached_property
     def final_shortlist(self) -> Shortlist | None:
-        """Return the settings to confirm after all checks, or None if nothing may be recommended."""
+        """Return the settings to confirm, judged after all checks; None if nothing may be recommended."""
         return self.shortlist_for(self.objective, self.tiers)
 
     def shortlist_for(self, objective: Objective, tiers: dict[Setting, int]) -> Shortlist | None:
@@ -285,7 +317,8 @@ class Ledger:
         recommended.
 
         The baseline is the winner if no setting improves enough on it. The runner-up is, for speed, the fastest other
-        setting within 10 % of the fastest, else the next in rank; it is from a later tier only if no others are left.
+        setting within 10 % of the fastest, else the next in rank. It is a setting that is neither faithful nor
+        undecided only if no better tier is left, and never one with the caller's own flags (`as_found`).
         """
         if not self.merits:
             return None
@@ -307,7 +340,11 @@ class Ledger:
         return Shortlist(winner, runner_up, baseline)
 
     def possible_winners(self, shortlist: Shortlist) -> list[Setting]:
-        """Return the winner, and the runner-up if it is near enough to overtake the winner in the confirmation."""
+        """Return the winner, and the runner-up if it may overtake the winner in the confirmation.
+
+        It may if it was not measured, or if it is nearly as fast as the winner: for speed within 10 %, for memory and
+        energy at least 1 / `HOPELESS_SLOWDOWN` as fast.
+        """
         speeds = {c: self.measured_merits[c].samples_per_second for c in shortlist[:2] if c in self.measured_merits}
         share = 1 - RIVAL_MARGIN if self.objective == "speed" else 1 / HOPELESS_SLOWDOWN
         least_speed_of_rival = share * speeds.get(shortlist.winner, 0.0)
@@ -318,12 +355,15 @@ class Ledger:
         ]
 
     def applied_share(self, setting: Setting) -> float:
-        """Return the share of gradients that reach the optimizer with the best loss scale; 1 without a calibration."""
+        """Return the share of the gradient that reaches the optimizer with the best loss scale.
+
+        The rest is lost in steps that the loss scaler skips, or flushed to zero. The share is 1 without a calibration.
+        """
         scales = loss_scales.scales_of(self.scales, setting)
         return 1.0 if scales is None else scales.replay(scales.best).applied_share
 
     def loss_scale(self, setting: Setting) -> LossScale | None:
-        """Return the loss scale to train a setting with, calibrated if possible; None if it uses no scaler."""
+        """Return the loss scale to train a setting with, the default if not calibrated; None without a scaler."""
         if not MODES[setting.precision].takes_scaler:
             return None
         scales = loss_scales.scales_of(self.scales, setting)
@@ -341,9 +381,10 @@ class Ledger:
         return outcome.samples_per_second >= (1 - RIVAL_MARGIN) * best.samples_per_second
 
     def outcome_with_pair(self, setting: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
-        """Return a setting's outcome with a pair (init_scale, growth_interval), and the replay of the pair.
+        """Return a setting's outcome if trained with a pair (init_scale, growth_interval), and the replay of the pair.
 
-        The outcome is a failure if no loss scale is safe. The replay is None for a failure or without a pair.
+        The outcome is a failure if the calibration found no safe loss scale. The replay is None for a failure, without
+        a pair or without a calibration.
         """
         if isinstance(outcome, Failure) or pair is None:
             return outcome, None
@@ -352,9 +393,9 @@ class Ledger:
         return outcome, self.replay(setting, pair)
 
     def replay(self, setting: Setting, pair: Pair) -> Replay | None:
-        """Return the replay of a pair over the training run, or None if the setting was not calibrated.
+        """Return the replay of a pair (init_scale, growth_interval) over `num_steps`, None if not calibrated.
 
-        Every replayed pair may be recommended.
+        The pair to recommend is chosen among all replayed ones, so a new one clears the derived values.
         """
         scales = loss_scales.scales_of(self.scales, setting)
         if scales is not None and pair not in scales.scored:
@@ -363,7 +404,10 @@ class Ledger:
 
     @cached_property
     def _records_in_space(self) -> list[tuple[Record, Measurement]]:
-        """Return the records and measurements of settings in the space; a fallback may have a batch size outside it."""
+        """Return the records of search trials that measured, and of fallback plans in the space, with the measurements.
+
+        A fallback plan may have a batch size outside the space.
+        """
         return [
             (r, r.outcome)
             for r in self.records
@@ -383,14 +427,17 @@ class Ledger:
     def is_recommendable(self, setting: Setting) -> bool:
         """Whether a measured setting may be recommended, now or after another trial.
 
-        A compiled setting may only have seemed to gain nothing because one process was slow.
+        A compiled setting that saved no time counts too: the process that measured it may only have been slow.
         """
         return setting in self.merits or (
             self._numerical_reason_against(setting) is None and self.break_even_steps(setting) == math.inf
         )
 
     def choosable_settings(self, settings: Iterable[Setting]) -> set[Setting]:
-        """Return the `settings` in the best tier that a config can express. Unchecked settings count as faithful."""
+        """Return those `settings` that a config can express (not `as_found`) and that are of the best tier.
+
+        Faithful and undecided settings count as one tier, and unchecked ones as faithful.
+        """
         tiers = {c: ranking.tier(self.fidelity.get(ranking.check_key(c))) for c in settings if not c.as_found}
         last_tier = max(ranking.UNDECIDED_TIER, min(tiers.values(), default=0))
         return {c for c, tier in tiers.items() if tier <= last_tier}
@@ -398,9 +445,9 @@ class Ledger:
     def break_even_steps(self, setting: Setting) -> float | None:
         """Return the number of optimizer steps after which compiling `setting` has saved its own time.
 
-        It is the seconds of the first compilation divided by the seconds that a step saves compared with the fastest
-        uncompiled setting that may be recommended. Infinite if it saves nothing; None if the setting is not compiled or
-        no uncompiled one was measured.
+        It is the seconds of the first step, which compiles, divided by the seconds that a step saves compared with the
+        fastest uncompiled setting that no check or calibration rules out. Infinite if it saves nothing; None if the
+        setting is not compiled, or not measured, or no uncompiled one was.
         """
         compile_cost = self._compile_costs.get(setting)
         uncompiled_seconds_per_sample = self._uncompiled_seconds_per_sample
@@ -421,7 +468,7 @@ class Ledger:
 
     @cached_property
     def _compile_costs(self) -> dict[Setting, tuple[float, float]]:
-        """Return, for each compiled setting, the seconds of its longest first step and its seconds per sample."""
+        """Return, for each compiled setting, the seconds of its longest first step and its least seconds per sample."""
         return {
             c: (max(m.first_step_seconds for m in measurements), min(1 / m.samples_per_second for m in measurements))
             for c, measurements in self.measurements.items()
@@ -430,7 +477,7 @@ class Ledger:
 
     @cached_property
     def _uncompiled_seconds_per_sample(self) -> float | None:
-        """Return the seconds per sample of the fastest uncompiled setting, or None."""
+        """Return the seconds per sample of the fastest uncompiled setting that no check or calibration rules out."""
         allowed = [
             measurements
             for c, measurements in self.measurements.items()
