@@ -170,13 +170,13 @@ def ray_cluster() -> Iterator[RayCluster]:
 @pytest.fixture(scope="module")
 def nothing_left_at_once() -> Iterator[None]:
     """No process or thread, of any kind, is there when the tests of a file are over; nobody waits for its end."""
-    before = threading.active_count()
+    before = set(threading.enumerate())
     yield
     served = (
         standing | families | {child.pid for pid in families for child in psutil.Process(pid).children(recursive=True)}
     )
     assert [child for child in psutil.Process().children(recursive=True) if child.pid not in served] == []
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def _files(temporary: Path) -> list[str]:

@@ -48,8 +48,9 @@ def test_the_document(found: Searched) -> None:
     assert evidence["speedup"] > 1.5
     assert evidence["peak_memory_bytes"] > 0
     assert 0 < evidence["baseline"]["samples_per_second"] <= 4 / 0.02  # a step sleeps 20 ms
-    assert any("learning rate" in warning for warning in document["warnings"]), "the effective batch size was free"
-    assert evidence["is_confirmed"] != any("Unconfirmed" in warning for warning in document["warnings"])
+    said = (*document["warnings"], *document["notes"])  # a busy machine has warnings of its own
+    assert any("learning rate" in text for text in said), "the effective batch size was free"
+    assert evidence["is_confirmed"] != any("Unconfirmed" in text for text in said)
     assert document["search"]["num_trials"] == sum(line["purpose"] not in CHECKS for line in found.records)
     assert set(document["versions"]) >= {"python", "torch", "optuna", "autotune_amp"}
     assert len(document["fingerprint"]["digest"]) == 64

@@ -205,7 +205,7 @@ def loss_in_region(x, y):
         return loss_of(model(x).float(), y)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 step = torch.compile(optimizer.step, backend="eager")
-batches = [range(8 * number, 8 * number + (8 if number < 16 else 4)) for number in range(32)]
+batches = [[8 * number % 256 + n for n in range(8 if number < 48 else 4)] for number in range(64)]
 for x, y in torch.utils.data.DataLoader(data, batch_sampler=batches):
     optimizer.zero_grad()
     loss_in_region(x, y).backward()
@@ -214,8 +214,8 @@ for x, y in torch.utils.data.DataLoader(data, batch_sampler=batches):
 
 
 def check_compiled(rank: Rank) -> None:
-    """Once more in the middle, where batches get smaller; the autocast region is inside."""
-    assert len(rank.primary_steps) == 32
+    """Once more after the longest warm-up, where batches get smaller; the autocast region is inside."""
+    assert len(rank.primary_steps) == 64
     assert per_step(rank) == {(8, 1), (4, 1)}
     assert rank.num_compiling_steps == 1
     assert len(list(rank.intervals())) == len(rank.warm_steps) - 2, "one compiled anew"

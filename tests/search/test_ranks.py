@@ -83,7 +83,9 @@ def test_under_torchrun_one_rank_searches_before_and_after_the_process_group(cli
     assert first == second
     found, num_measured, exchanged, again, num_measured_then, error = first
     assert json.loads(found)["search"]["num_trials"] > 0
-    assert any("Measured on one of 2 ranks" in warning for warning in json.loads(found)["warnings"])
+    document = json.loads(found)
+    said = (*document["warnings"], *document["notes"])  # a busy machine has warnings of its own
+    assert any("Measured on one of 2 ranks" in text for text in said)
     assert (exchanged, again, num_measured_then) == (2.0, found, num_measured)
     assert error.startswith("InvalidRequestError: precision")
     assert done.stderr.count("Study studies") == 1
