@@ -35,6 +35,7 @@ class Listener:
         self._selector.register(self._server, selectors.EVENT_READ)
         self._wake_sender, self._wake_receiver = socket.socketpair()  # a byte sent to it ends the thread
         self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+        self._connections: set[socket.socket] = set()  # changed by the thread alone
         self._thread = threading.Thread(target=self._listen, daemon=True, name="autotune-amp listener")
         self._thread.start()
 
@@ -43,19 +44,17 @@ class Listener:
 
         Processes that have ended are left out.
         """
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None:  # a `_Connection`: the server and the wake-up socket have no data
-                with contextlib.suppress(OSError):
-                    key.fileobj.sendall(request.encode() + b"\n")  # type: ignore[union-attr]
+        for connection in tuple(self._connections):
+            with contextlib.suppress(OSError):
+                connection.sendall(request.encode() + b"\n")
 
     def close(self) -> None:
         """End the thread and close all connections."""
         self._wake_sender.send(b".")
         self._thread.join()
-        for key in list(self._selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
+        for opened in (*self._connections, self._server, self._wake_receiver, self._wake_sender):
+            opened.close()
         self._selector.close()
-        self._wake_sender.close()
 
     def _listen(self) -> None:
         """Accept connections and read their messages until `close` wakes this thread."""
@@ -65,9 +64,11 @@ class Listener:
                     return
                 if key.fileobj is self._server:
                     connection, _ = self._server.accept()
+                    self._connections.add(connection)
                     self._selector.register(connection, selectors.EVENT_READ, _Connection(connection))
                 elif not key.data.read(self.messages):
                     self._selector.unregister(key.fileobj)
+                    self._connections.remove(key.data.connection)
                     key.data.connection.close()
 
 

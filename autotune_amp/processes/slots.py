@@ -90,8 +90,8 @@ class _SlotHandle:
 class Slots(Generic[S]):
     """Backends of several slots, each made by `make`. `watcher_of` returns the watcher of a slot.
 
-    Every slot keeps one thread until `close`: on Linux a process is killed when the thread that started it ends.
-    Watchers are called in the main thread while it waits. `close`, also as a context manager, ends all jobs.
+    Every slot keeps one thread until `close`. Watchers are called in the main thread while it waits. `close`, also as a
+    context manager, ends all jobs.
     """
 
     def __init__(

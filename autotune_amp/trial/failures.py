@@ -45,7 +45,11 @@ def failure_from_exception(error: BaseException, *, is_oom_killed: bool = False)
         return error.failure
     trace = traceback.TracebackException.from_exception(error)
     # Drop the frames of this package, except those of its built-in workload.
-    frames = [f for f in trace.stack if not Path(f.filename).is_relative_to(_OWN_FILES) or "workloads" in f.filename]
+    frames = [
+        f
+        for f in trace.stack
+        if not Path(f.filename).is_relative_to(_OWN_FILES) or Path(f.filename).name == "workloads.py"
+    ]
     trace.stack = traceback.StackSummary.from_list(frames)
     raised = RaisedError(
         types=tuple(kind.__name__ for kind in type(error).__mro__),

@@ -73,7 +73,6 @@ class Observer:
         self.passes = passes.PassRecorder(channel)
         self.gradient_recorder: Any = None  # if set, it records the gradients in place of each step
         self.num_steps = 0
-        self.on_step: list[Any] = []  # called with the number of steps so far, after each
         self._optimizers: list[Any] = []  # weak references, in the order of their first steps
         self._num_steps_of: list[int] = []  # by index of the optimizer
         self._running_step_frame: Any = None  # frame of the outermost running `Optimizer.step`, None outside of one
@@ -203,8 +202,6 @@ class Observer:
         # Module calls are recorded in the first steps only, since that slows training.
         if self.num_steps == passes.NUM_FULLY_WATCHED and self.gradient_recorder is None:
             self.passes.unwatch_modules()
-        for action in self.on_step:
-            action(self.num_steps)
         if (
             self._device.type == "cpu"
             or self.num_steps <= passes.NUM_FULLY_WATCHED

@@ -12,8 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYetError
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -162,11 +161,9 @@ class Cluster:
         while True:
             heed()
             tick()
-            try:
-                return future.result(TICK_SECONDS)
-            except NotYetError:
-                if future.done():
-                    raise
+            wait([future], TICK_SECONDS)
+            if future.done():
+                return future.result()
             if time.monotonic() > deadline:
                 raise NodeProcessLostError(f"it did not answer within {limit_seconds:.0f} s")
 

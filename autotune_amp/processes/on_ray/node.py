@@ -59,7 +59,7 @@ class NodeActor:
         path = tuple(dict.fromkeys((str(Path.cwd()), *sys.path)))
         self._payload = Payload(target=self._setup.target, packed=self._setup.packed, path=path)
         self._recorder = _ProgressRecorder()
-        # A single thread for everything: on Linux a process ends with the thread that started it.
+        # A single thread for everything: a backend does one thing at a time.
         self._thread = ThreadPoolExecutor(1, "jobs")
         self._work: Future[Any] | None = None
         self._backend: WorkloadBackend | None = None
