@@ -48,14 +48,14 @@ import torch
 from autotune_amp import recommend_config
 from autotune_amp import fingerprint
 from autotune_amp.search import search
-from autotune_amp.search.storage import cache
+from autotune_amp import api
 import msgspec
 
 OUT = sys.argv[1]
-identify = cache.identify
+identify = api.identify
 
 def device(**changes):
-    cache.identify = lambda name: msgspec.structs.replace(identify(name), **changes)
+    api.identify = lambda name: msgspec.structs.replace(identify(name), **changes)
 
 def searched(origin, options, progress, folder, settings, cached, fingerprint, *_, **__):
     raise LookupError(cached.fingerprint.differences(fingerprint))

@@ -16,7 +16,7 @@ PREAMBLE = """import torch
 from torch import nn
 from autotune_amp import Workload, recommend_config
 from autotune_amp.search.stages import confirm
-confirm.NUM_ROUNDS = 1
+confirm.MAX_ROUNDS = 1
 """
 
 

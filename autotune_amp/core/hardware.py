@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.core import pieces
+from autotune_amp.core import html
 from autotune_amp.core.documents import Count, NotNegative, Number, Positive, Whole
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.text import count, flops, one_line, size
@@ -39,7 +39,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     held_by_caller: Whole = 0
 
 
-LEAST_MEMORY_SHARE = 0.95  # for two devices to count as equal: no two hosts report the same memory to the byte
+MIN_MEMORY_SHARE = 0.95  # for two devices to count as equal: no two hosts report the same memory to the byte
 
 
 class DeviceIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,10 +112,10 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     def to_html(self) -> str:
         """Return an HTML description for reports and notebooks."""
         columns = ("precision", "matrix products", "level", "reason")
-        return pieces.facts(self.facts()) + pieces.table(columns, self.precision_rows(), num_numeric=1)
+        return html.definition_list(self.facts()) + html.table(columns, self.precision_rows(), num_numeric=1)
 
     def _repr_html_(self) -> str:
-        return pieces.fragment("Hardware", self.to_html())
+        return html.notebook_box("Hardware", self.to_html())
 
 
 class BusyProcess(msgspec.Struct, frozen=True, kw_only=True):

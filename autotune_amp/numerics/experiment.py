@@ -237,7 +237,7 @@ class Experiment:
                 findings = findings._replace(forward_max=max(maxima.values(), default=None))
         return replace(attempt, findings=findings, training=run, forward_maxima=maxima)
 
-    def use_fp32_draws(self, pins: tuple[str, ...]) -> bool:
+    def switch_to_fp32_draws(self, pins: tuple[str, ...]) -> bool:
         """Switch to random numbers drawn in fp32 if training in the precision draws them in half and fp32 does not.
 
         Then one seed gives different numbers in the two, which alone can cause a bad verdict. Returns whether it
@@ -294,14 +294,16 @@ class Experiment:
         where = f"; it begins in {', '.join(labels.get(name, name) for name in culprits)}" if culprits else where
         if self.low.random_mode is not None:
             where += "; random numbers were drawn in fp32 and rounded, since draws in half precision differ"
-        is_of_weights = attempt.grade.is_of_weights or (low_weights is not None and culprits == (OUTSIDE,))
+        is_due_to_low_weights = attempt.grade.is_due_to_low_weights or (
+            low_weights is not None and culprits == (OUTSIDE,)
+        )
         return Fidelity(
             precision=self.precision,
             batch_size=self._batch_size,
             verdict=verdict,
             reason=f"{self._label} is {verdict}{after_steps(self._num_steps_before)}: {attempt.grade.reason}{where}.",
             next_step=attempt.grade.next_step
-            or next_step(self._label, verdict, healing_pins, is_of_weights=is_of_weights),
+            or next_step(self._label, verdict, healing_pins, is_due_to_low_weights=is_due_to_low_weights),
             pinned_modules=attempt.pins,
             **{name: getattr(findings, name) for name in _COPIED_FINDINGS},
             gradient_cosine=None if comparison is None else comparison.whole.cosine,

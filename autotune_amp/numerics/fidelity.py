@@ -60,12 +60,12 @@ def check(
             experiment.cut_samples_to_time()
             attempt = experiment.attempt(tuple(pinned_modules))
             # Random numbers that differ in half precision may be the only error: try again with the same ones.
-            if attempt.grade.is_bad and experiment.use_fp32_draws(attempt.pins):
+            if attempt.grade.is_bad and experiment.switch_to_fp32_draws(attempt.pins):
                 attempt = experiment.attempt(attempt.pins)
             # fp32 itself fails: name the modules. In a custom training loop, modules cannot be observed.
             if not attempt.findings.is_reference_finite and subject.loop is None:
                 return experiment.report(attempt, _nonfinite_modules_in_fp32(experiment, attempt))
-            if not find_pins or not attempt.grade.is_bad or attempt.grade.is_of_weights:
+            if not find_pins or not attempt.grade.is_bad or attempt.grade.is_due_to_low_weights:
                 return experiment.report(attempt)
             if on_bad_verdict is not None:
                 on_bad_verdict(experiment.report(attempt))

@@ -102,13 +102,13 @@ class Findings(NamedTuple):
 class Grade(NamedTuple):
     """A verdict and the reason for it, a clause without a full stop.
 
-    `is_of_weights` is True if the only fault is that weights are kept in low precision. `next_step` is advice for an
-    *unchecked* fp32 run, None for other verdicts.
+    `is_due_to_low_weights` is True if the only fault is that weights are kept in low precision. `next_step` is advice
+    for an *unchecked* fp32 run, None for other verdicts.
     """
 
     verdict: Verdict
     reason: str
-    is_of_weights: bool = False
+    is_due_to_low_weights: bool = False
     next_step: str | None = None
 
     @property
@@ -174,8 +174,8 @@ def grade(findings: Findings) -> Grade:
     if grades:
         verdict = max((each.verdict for each in grades), key=_VERDICTS_BY_SEVERITY.index)
         worst = [each for each in grades if each.verdict == verdict]
-        is_of_weights = all(each.is_of_weights for each in worst)
-        return Grade(verdict, "; ".join(each.reason for each in worst) + caveats, is_of_weights)
+        is_due_to_low_weights = all(each.is_due_to_low_weights for each in worst)
+        return Grade(verdict, "; ".join(each.reason for each in worst) + caveats, is_due_to_low_weights)
     if not findings.has_signal:
         return Grade("unchecked", _NO_SIGNAL, next_step=_FIX_LOSS)
     if (suspicion := reason_to_train_longer(findings)) is not None and findings.divergence is None:
@@ -195,13 +195,13 @@ def grade(findings: Findings) -> Grade:
     return Grade("faithful", f"{reason}, and no harm beyond that{caveats}")
 
 
-def next_step(label: str, verdict: Verdict, pins: tuple[str, ...], *, is_of_weights: bool = False) -> str:
+def next_step(label: str, verdict: Verdict, pins: tuple[str, ...], *, is_due_to_low_weights: bool = False) -> str:
     """Return advice for the user. `pins` are modules that make the precision faithful if they run in fp32."""
     if verdict == "faithful":
         return f"Train in {label}."
     if verdict in ("unchecked", "undecided"):
         return "Train a few hundred steps in fp32 and in this precision and compare the losses before relying on it."
-    if is_of_weights:
+    if is_due_to_low_weights:
         return "Keep the weights in fp32 (model.float()) and use autocast, or round updates stochastically."
     if pins:
         return f"Pass pinned_modules={list(pins)!r} to AmpConfig: with these in fp32 it is faithful."
@@ -240,7 +240,7 @@ def _step_grades(findings: Findings) -> Iterator[Grade]:
         yield Grade("unfaithful", f"activations reach {findings.forward_max:.3g}, {end}")
     if findings.lost_share is not None and findings.lost_share > MAX_LOST_SHARE:
         reason = f"{100 * findings.lost_share:.0f} % of the updates round away on weights kept in low precision"
-        yield Grade("doubtful", reason, is_of_weights=True)
+        yield Grade("doubtful", reason, is_due_to_low_weights=True)
 
 
 def _training_grades(findings: Findings) -> Iterator[Grade]:

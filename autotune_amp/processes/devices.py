@@ -81,16 +81,16 @@ class Devices:
             )
         return self._make_backend(None if self._ranks or self.identity().type == "cpu" else "kept", None)
 
-    def confirming(self, device: str, *, are_shared: bool, num_rounds: int) -> ConfirmingProcesses:
+    def confirmation_backend(self, device: str, *, shares_processes: bool, num_rounds: int) -> ConfirmationBackend:
         """Return the backend for the confirmation, on `device`, or on the first of several GPUs.
 
-        With `are_shared` the trials of a round share a process, and those of all `num_rounds` are loaded in advance
-        where memory allows it.
+        With `shares_processes` the trials of a round share a process, and those of all `num_rounds` are loaded in
+        advance where memory allows it.
         """
-        if self._standby is not None and are_shared:
+        if self._standby is not None and shares_processes:
             self._standby.num_wanted = max(0, num_rounds - 1)
         slot = self._slots[0] if self.num_slots > 1 else Slot(device)
-        return ConfirmingProcesses(partial(self._make_backend, "kept"), slot, are_shared=are_shared)
+        return ConfirmationBackend(partial(self._make_backend, "kept"), slot, shares_processes=shares_processes)
 
     def close(self) -> None:
         """End the standby processes."""
@@ -123,16 +123,17 @@ def make_ranked_backend(
     )
 
 
-class ConfirmingProcesses:
-    """Backend for the confirmation's trials on one slot: a fresh process for each trial or, with `are_shared`, round.
+class ConfirmationBackend:
+    """Backend for the confirmation's trials on one slot: a fresh process for each, or with `shares_processes` for each
+    round.
 
     `make` returns a backend that keeps one process, with these environment variables added to the caller's.
     """
 
-    def __init__(self, make: Callable[[dict[str, str]], Backend], slot: Slot, *, are_shared: bool) -> None:
+    def __init__(self, make: Callable[[dict[str, str]], Backend], slot: Slot, *, shares_processes: bool) -> None:
         self._make = make
         self.slots = (slot,)
-        self._are_shared = are_shared
+        self._are_shared = shares_processes
         self._round: int | None = None
         self._current: Backend | None = None
 
@@ -169,7 +170,7 @@ def rank_slots(num_ranks: int, device: str) -> tuple[Slot, ...]:
     Raises `InvalidRequestError` if there are too few, or if the GPUs are of several models.
     """
     if device == "cpu":
-        return cpu_shares(num_ranks)
+        return cpu_slots(num_ranks)
     # Without the UUID a slot hides no GPU from its process: each rank names its own, cuda:N, and sees the others.
     return tuple(Slot(slot.name or "", slot.name) for slot in find_gpus(range(num_ranks), "--ranks").slots)
 
@@ -226,7 +227,7 @@ def _gpu_model(uuid: str) -> str | None:
     return None if identity is None else identity.name
 
 
-def cpu_shares(num_ranks: int) -> tuple[Slot, ...]:
+def cpu_slots(num_ranks: int) -> tuple[Slot, ...]:
     """Return slots with equal shares of the CPUs that this process may use, one for each rank.
 
     Hyper-threads of a core stay together where the shares allow it and the system tells which they are.

@@ -26,7 +26,7 @@ from autotune_amp.search.loss_scales import DEFAULT_PAIR, MissingCalibration, Pa
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
 
 _WHOLE, _MODEL = "whole gradient", "the model itself"
-_LEAST_DRAWN = 1e-6  # position of a ratio of 0 on a logarithmic axis
+_MIN_DRAWN = 1e-6  # position of a ratio of 0 on a logarithmic axis
 _MAX_NAME = 22  # characters of a module's name; its end is kept, since that is what distinguishes modules
 _POWERS = {"tickprefix": "2<sup>", "ticksuffix": "</sup>"}
 # Powers of two. fp16 rounds numbers below 2^-25, half of its least number, to zero, and overflows from 2^16 on.
@@ -57,7 +57,7 @@ def fidelity(checks: Sequence[Fidelity]) -> FigureOrReason:
         figure.add_trace(
             marker_trace(
                 f"{check.precision}{pinned}: {check.verdict}",
-                [max(_LEAST_DRAWN, ratio) for _, ratio, _ in finite_points],
+                [max(_MIN_DRAWN, ratio) for _, ratio, _ in finite_points],
                 [rows.index(row) for row, _, _ in finite_points],
                 [hover for _, _, hover in finite_points],
                 marker={"color": style.color, "size": 10, "symbol": style.symbol + "-open" * bool(pinned)},

@@ -118,14 +118,14 @@ def other_process_speeds(records: Sequence[Record], *excluded: SettingRuns) -> l
     so include changes of its speed. Settings confirmed in shared processes are left out, since their spread is not that
     between processes.
     """
-    are_shared = ranking.were_processes_shared(records)
+    shares_processes = ranking.were_processes_shared(records)
     groups: dict[tuple[Setting, Purpose, tuple[tuple[str, str], ...]], list[float]] = {}
     for record in records:
         outcome = record.outcome
         if not isinstance(outcome, Measurement):
             continue
         is_timed_well = record.purpose == "search" and outcome.num_steps >= NUM_STEPS_BEFORE_CUT  # beyond its warm-up
-        if is_timed_well or (record.purpose == "confirm" and not are_shared):
+        if is_timed_well or (record.purpose == "confirm" and not shares_processes):
             key = record.candidate, record.purpose, tuple(sorted(record.environment.items()))
             groups.setdefault(key, []).append(outcome.samples_per_second)
     others = list(groups.values())

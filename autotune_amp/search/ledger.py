@@ -26,7 +26,7 @@ from autotune_amp.search.space import HOPELESS_SLOWDOWN, Space, excluded_by_outc
 RIVAL_MARGIN = 0.10
 # Lower bounds of two shares that throughputs are multiplied and divided by: that of samples that reach the optimizer,
 # and that of a step spent computing. Smaller ones would distort comparisons with other settings.
-LEAST_APPLIED_SHARE, LEAST_COMPUTING_SHARE = 0.1, 0.05
+MIN_APPLIED_SHARE, MIN_COMPUTING_SHARE = 0.1, 0.05
 LOSS_SCALE = LossScale()  # default, for fp16 settings whose own loss scale is not calibrated yet
 
 
@@ -70,10 +70,10 @@ class Ledger:
 
     @property
     def actual(self) -> Ledger:
-        """Return the ledger of real records only, without the predicted ones of `with_expected`."""
+        """Return the ledger of real records only, without the predicted ones of `with_predicted`."""
         return self._actual or self
 
-    def with_expected(
+    def with_predicted(
         self, records: Sequence[Record], scales: Mapping[Setting, CalibrationResult], *, num_awaited: int = 0
     ) -> Ledger:
         """Return a copy with the predicted `records` and calibration results (`scales`) of jobs that still run.
@@ -243,12 +243,10 @@ class Ledger:
         def throughput(measurement: Measurement) -> float:
             if self.objective == "energy" and has_joules and measurement.joules_per_sample:
                 return 1 / measurement.joules_per_sample
-            computing_share = (
-                max(LEAST_COMPUTING_SHARE, 1 - ranking.data_share(measurement)) if without_waiting else 1.0
-            )
+            computing_share = max(MIN_COMPUTING_SHARE, 1 - ranking.data_share(measurement)) if without_waiting else 1.0
             return measurement.samples_per_second / computing_share
 
-        shares = {c: max(LEAST_APPLIED_SHARE, self.applied_share(c)) for c in recommendable}
+        shares = {c: max(MIN_APPLIED_SHARE, self.applied_share(c)) for c in recommendable}
         return {c: [shares[c] * throughput(m) for m in measurements] for c, measurements in recommendable.items()}
 
     @cached_property
@@ -287,7 +285,7 @@ class Ledger:
         return {c: merit.samples_per_second for c, merit in self.merits.items()}
 
     @cached_property
-    def pending_tiers(self) -> dict[Setting, int]:
+    def provisional_tiers(self) -> dict[Setting, int]:
         """Return the tier of each setting in `merits` before all checks have run: an unchecked one counts as faithful.
 
         A tier is the rank of a fidelity verdict (`ranking.tier`): settings of a lower one are preferred.
@@ -305,7 +303,7 @@ class Ledger:
     @cached_property
     def shortlist(self) -> Shortlist | None:
         """Return the settings to confirm, judged before all checks have run; None if nothing may be recommended."""
-        return self.shortlist_for(self.objective, self.pending_tiers)
+        return self.shortlist_for(self.objective, self.provisional_tiers)
 
     @cached_property
     def final_shortlist(self) -> Shortlist | None:
@@ -433,7 +431,7 @@ class Ledger:
             self._numerical_reason_against(setting) is None and self.break_even_steps(setting) == math.inf
         )
 
-    def choosable_settings(self, settings: Iterable[Setting]) -> set[Setting]:
+    def best_tier_settings(self, settings: Iterable[Setting]) -> set[Setting]:
         """Return those `settings` that a config can express (not `as_found`) and that are of the best tier.
 
         Faithful and undecided settings count as one tier, and unchecked ones as faithful.

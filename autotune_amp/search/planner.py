@@ -3,7 +3,7 @@
 A process start takes from 0.07 to 60 s, a compilation from 2 to 60, so no fixed share of a budget is right everywhere.
 Costs are taken from the records or, before there are any, from the description of the workload. Precisions are
 compared first: time for the confirmation is reserved only once every precision was measured. After that a job runs if
-its expected gain justifies its seconds (`Planner.least_gain`).
+its expected gain justifies its seconds (`Planner.min_gain`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autotune_amp.dimensions import DIMENSIONS
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
-from autotune_amp.search.space import is_hopeless
+from autotune_amp.search.space import is_hopelessly_slow
 from autotune_amp.trial.jobs import (
     MAX_TIMED_MICRO_BATCHES,
     Check,
@@ -49,7 +49,7 @@ CACHED_SHARE = 0.3
 EXTRA_SHARE = 0.15
 # Least expected relative gain in throughput of a job: in total, and per second of it. Halving or doubling them changes
 # little (studies/search_efficiency, hosts).
-LEAST_GAIN, GAIN_PER_SECOND = 0.002, 5e-4
+MIN_JOB_GAIN, MIN_GAIN_PER_SECOND = 0.002, 5e-4
 # Seconds of a compilation as a multiple of a process start: 2.5 on a CPU, 1.5 to 2 for a Llama on an H200's host
 # (studies/real_card).
 COMPILE_STARTS = 2.0
@@ -367,9 +367,9 @@ class Planner:
         is_checked = any(ranking.needs_check(c, space) for c in (*space.candidates, space.baseline))
         return self.seconds_before_confirmation(ledger) - (self.check_seconds(ledger) if is_checked else 0.0)
 
-    def least_gain(self, seconds: float) -> float:
+    def min_gain(self, seconds: float) -> float:
         """Return the least expected relative gain in throughput that justifies a job of `seconds`."""
-        return max(LEAST_GAIN, GAIN_PER_SECOND * seconds / self.budget.num_slots)
+        return max(MIN_JOB_GAIN, MIN_GAIN_PER_SECOND * seconds / self.budget.num_slots)
 
     def extra_seconds(self, left_seconds: float, used_seconds: float) -> float:
         """Return the seconds left for a kind of job that does not change the recommendation, after `used_seconds`."""
@@ -393,7 +393,7 @@ class Planner:
         if best is None:
             # The step time is unknown: use two thirds of the rest, so that a trial that hangs leaves time for another.
             seconds = (2 * seconds + min(job_defaults.setup_seconds, seconds)) / 3
-        elif is_hopeless(job_defaults.hardware, setting.precision):
+        elif is_hopelessly_slow(job_defaults.hardware, setting.precision):
             used_seconds = sum(r.seconds for r in ledger.records if r.candidate.precision == setting.precision)
             longest_seconds = max(r.seconds for r in ledger.records if isinstance(r.outcome, Measurement))
             seconds = min(seconds, HOPELESS_TIMES * longest_seconds - used_seconds)

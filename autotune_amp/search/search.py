@@ -227,9 +227,9 @@ class _Search:
             return
 
         self.watcher.phase("confirming in fresh processes")
-        processes = self.devices.confirming(
+        processes = self.devices.confirmation_backend(
             job_defaults.hardware.device,
-            are_shared=job_defaults.shares_processes,
+            shares_processes=job_defaults.shares_processes,
             num_rounds=planner.num_rounds(ledger),
         )
         self.budget.num_slots = 1  # one run at a time

@@ -365,7 +365,7 @@ def _thin(sizes: list[int], keep: int) -> list[int]:
     return sorted(chosen | {sizes[0], sizes[-1]} | ({keep} & set(sizes)))
 
 
-def is_hopeless(hardware: Hardware, precision: Precision) -> bool:
+def is_hopelessly_slow(hardware: Hardware, precision: Precision) -> bool:
     """Whether `precision` is emulated and its matrix products are over `HOPELESS_SLOWDOWN` times slower than fp32's.
 
     False if the device's speed in fp32 was not measured. An emulated precision without a measured speed is hopeless.

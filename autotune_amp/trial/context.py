@@ -276,7 +276,7 @@ def users_optimizers(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Opti
 
 # Least learning rate of a trial as a share of its schedule's peak, like one early in a warm-up: at the peak itself,
 # training without a warm-up may diverge.
-LEAST_SHARE_OF_PEAK = 0.1
+_MIN_SHARE_OF_PEAK = 0.1
 
 
 def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
@@ -325,7 +325,7 @@ def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimize
         )
     for group in chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
         if "initial_lr" in group:
-            rate, least_rate = group["lr"], LEAST_SHARE_OF_PEAK * float(group.get("max_lr", group["initial_lr"]))
+            rate, least_rate = group["lr"], _MIN_SHARE_OF_PEAK * float(group.get("max_lr", group["initial_lr"]))
             if rate < least_rate:
                 # a tensor may be the user's own, which another optimizer reads
                 group["lr"] = torch.full_like(rate, least_rate) if isinstance(rate, Tensor) else least_rate

@@ -18,7 +18,7 @@ from autotune_amp.trial.judge import RaisedError, RunEvidence, judge
 _OWN_FILES = Path(__file__).parents[1]
 
 
-class JudgedError(Exception):
+class RunFailedError(Exception):
     """Error that ends a trial in which `judge` has found a `failure`, such as losses that are not finite."""
 
     def __init__(self, failure: Failure) -> None:
@@ -27,10 +27,10 @@ class JudgedError(Exception):
 
 
 def raise_if_failed(evidence: RunEvidence) -> None:
-    """Raise `JudgedError` if the evidence of a running trial, such as its losses so far, shows a failure."""
+    """Raise `RunFailedError` if the evidence of a running trial, such as its losses so far, shows a failure."""
     failure = judge(evidence)
     if failure is not None:
-        raise JudgedError(failure)
+        raise RunFailedError(failure)
 
 
 def failure_from_exception(error: BaseException, *, is_oom_killed: bool = False) -> Failure:
@@ -41,7 +41,7 @@ def failure_from_exception(error: BaseException, *, is_oom_killed: bool = False)
     """
     if isinstance(error, AutotuneAmpError):
         return Failure(kind="workload_error", message=error.message, details=error.next_step)
-    if isinstance(error, JudgedError):
+    if isinstance(error, RunFailedError):
         return error.failure
     trace = traceback.TracebackException.from_exception(error)
     # Drop the frames of this package, except those of its built-in workload.

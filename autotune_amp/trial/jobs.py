@@ -260,13 +260,13 @@ def as_failure(problem: Failure | AutotuneAmpError) -> Failure:
 
 # Limits of the warm-up after its first step, set on ten training runs on an H200 and compared with CPUs
 # (studies/real_card).
-NUM_STEADY_GROUPS, LEAST_FALL, MAX_FALLING_SECONDS = 2, 0.02, 0.5
+NUM_STEADY_GROUPS, MIN_FALL, MAX_FALLING_SECONDS = 2, 0.02, 0.5
 NUM_STEPS_BEFORE_CUT = 5
 DEADLINE_SHARE = 0.6
 # A trial whose warm-up steps all take this many times `cut_step_seconds` ends at once, as with emulated bf16 or fp16.
 HOPELESS_RATIO = 1.6
 # A fast GPU takes the least number of steps in tens of ms, too short for its clocks to settle.
-LEAST_ACCELERATOR_SECONDS = 0.25
+MIN_ACCELERATOR_SECONDS = 0.25
 
 
 def measurement_limit_seconds(budget_seconds: float) -> float:
@@ -295,7 +295,7 @@ def should_continue_warmup(
 
     `group_seconds` are the step seconds of each step after the first, then the mean step seconds of each group of
     steps; `num_steps` counts all steps and `limits` bounds it. Step times fall as long as one of the last
-    `NUM_STEADY_GROUPS` groups is faster than all before by more than `LEAST_FALL`. `warming_seconds` is the time of all
+    `NUM_STEADY_GROUPS` groups is faster than all before by more than `MIN_FALL`. `warming_seconds` is the time of all
     steps after the first: from `MAX_FALLING_SECONDS` on the warm-up ends even if times fall, since long steps are
     steady from the third on at the latest. Noise alone costs few groups: the chance that one of the last two of n is
     the fastest is 2 / n.
@@ -305,7 +305,7 @@ def should_continue_warmup(
         return True
     if num_steps >= limits[1] or warming_seconds >= MAX_FALLING_SECONDS:
         return False
-    return not before or min(last) < (1 - LEAST_FALL) * min(before)
+    return not before or min(last) < (1 - MIN_FALL) * min(before)
 
 
 def stop_reason(
@@ -327,7 +327,7 @@ def stop_reason(
     # End before the parent's deadline, which would discard all steps.
     is_late = spec.deadline_seconds is not None and training_seconds > DEADLINE_SHARE * spec.deadline_seconds
     is_overdue = is_late or measuring_seconds > measure_seconds
-    if spec.device != "cpu" and measuring_seconds < LEAST_ACCELERATOR_SECONDS and not is_overdue:
+    if spec.device != "cpu" and measuring_seconds < MIN_ACCELERATOR_SECONDS and not is_overdue:
         return None
     num_steps, cut = len(group_seconds) * spec.num_steps_per_report, spec.cut_step_seconds
     if cut is not None and num_steps >= NUM_STEPS_BEFORE_CUT and median(group_seconds) > cut:

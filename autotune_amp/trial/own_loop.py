@@ -52,7 +52,7 @@ def time_own_loop(
     `time_steps`.
 
     Step seconds are for a whole effective batch: a step with fewer samples, as the last of an epoch, counts as that
-    share of a step. Raises `JudgedError` if losses are not finite or the loss scaler skips every step, as `judge`
+    share of a step. Raises `RunFailedError` if losses are not finite or the loss scaler skips every step, as `judge`
     decides, and `WorkloadError` if the loop ends before anything was measured.
     """
     fit = training.workload.fit
@@ -226,7 +226,7 @@ class _OwnLoopTimer:
         self._before = self._step_start()
 
     def timing(self) -> Timing:
-        """Return the timing of the measured steps. Raises `JudgedError` and `WorkloadError` as in `time_own_loop`."""
+        """Return the timing of the measured steps. Raises the errors of `time_own_loop`."""
         raise_if_failed(RunEvidence(steps=tuple(self._losses)))
         spec = self._training.spec
         round_size = groups_per_loader_round(self._training)
@@ -293,7 +293,7 @@ class _OwnLoopTimer:
             raise _MeasuredEnoughError
 
     def _raise_if_losses_fail(self, loss: Any, group: _StepGroup) -> None:
-        """Raise `JudgedError` if the losses show a failure. Of steps timed together only the last loss is read."""
+        """Raise `RunFailedError` if the losses show a failure. Of steps timed together only the last loss is read."""
         losses: tuple[float, ...] = ()
         if isinstance(loss, torch.Tensor):
             self._loss = float(loss.detach())

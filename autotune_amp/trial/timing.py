@@ -111,7 +111,7 @@ def time_steps(
 
     If there is a worst batch, the first step is taken on it, and one after the warm-up, since only then the optimizer
     holds its state; in a confirmation also the last step. `start_phase` is called before steps without a deadline. A
-    step in which `count_compilations` rose is repeated, at most `MAX_COMPILING_STEPS` times. Raises `JudgedError` if
+    step in which `count_compilations` rose is repeated, at most `MAX_COMPILING_STEPS` times. Raises `RunFailedError` if
     losses are not finite or the loss scaler skips every step, as `judge` decides.
     """
     spec = training.spec
@@ -292,7 +292,7 @@ class _StepTimer:
         """Return the timing of `groups`. `seconds_without_wait` are those of a step that does not wait for data, None
         if not measured.
 
-        Raises `JudgedError` if the losses of the steps show a failure.
+        Raises `RunFailedError` if the losses of the steps show a failure.
         """
         raise_if_failed(RunEvidence(steps=tuple(self._steps)))
         data_seconds = _mean(groups, "data_seconds")

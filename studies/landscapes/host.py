@@ -23,7 +23,7 @@ from search_replay import Replayed, play_search
 
 from autotune_amp.core.outcome import CheckOutcome, Failure, Fidelity, Measurement, Outcome
 from autotune_amp.core.setting import Setting
-from autotune_amp.processes.devices import ConfirmingProcesses
+from autotune_amp.processes.devices import ConfirmationBackend
 from autotune_amp.processes.local import Ability, Isolation, Slot
 from autotune_amp.processes.standby import MAX_PROCESSES, MIN_CORES
 from autotune_amp.search.planner import JobDefaults
@@ -356,5 +356,7 @@ def search_on(form: ClosedForm, host: Host, seed: int, budget_seconds: float) ->
         are_trials_fresh=host.is_command,
         loads_together=host.has_standby and header.hardware.device != "cpu",
     )
-    fresh = ConfirmingProcesses(partial(backend, "kept"), searching.slots[0], are_shared=job_defaults.shares_processes)
+    fresh = ConfirmationBackend(
+        partial(backend, "kept"), searching.slots[0], shares_processes=job_defaults.shares_processes
+    )
     return play_search(landscape, job_defaults, budget, searching, fresh, seed)

@@ -18,7 +18,7 @@ from replay import Ground, ReplayBackend, ReplayBudget, SlotBackends
 from autotune_amp.core.outcome import Record
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
-from autotune_amp.processes.devices import ConfirmingProcesses
+from autotune_amp.processes.devices import ConfirmationBackend
 from autotune_amp.processes.local import Slot
 from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.ledger import Ledger
@@ -105,7 +105,7 @@ def search_replay(
     slots = [Slot("cuda", f"slot {number}", is_here=False) for number in range(num_slots)]  # each with its own memory
     backends = {slot: ReplayBackend(landscape, budget, seed + number) for number, slot in enumerate(slots)}
     fresh = {
-        slot: ConfirmingProcesses(_always(backends[slot]), slot, are_shared=job_defaults.shares_processes)
+        slot: ConfirmationBackend(_always(backends[slot]), slot, shares_processes=job_defaults.shares_processes)
         for slot in slots
     }
     return play_search(landscape, job_defaults, budget, SlotBackends(backends), SlotBackends(fresh), seed)

@@ -31,8 +31,8 @@ def _budget(seconds: float) -> Patch:
 VARIANTS: dict[str, tuple[Patch, ...]] = {
     "ours": (),
     "measures nothing again": (Patch(explore, "MAX_PROCESSES", 1),),
-    "least gain 0.05 %": (Patch(planner, "LEAST_GAIN", 0.0005),),
-    "least gain 1 %": (Patch(planner, "LEAST_GAIN", 0.01),),
+    "least gain 0.05 %": (Patch(planner, "MIN_JOB_GAIN", 0.0005),),
+    "least gain 1 %": (Patch(planner, "MIN_JOB_GAIN", 0.01),),
     "believes one lucky process": (Patch(explore, "PLATEAU", math.inf),),
     "4 steps": (steps(4, 4),),
     "8 steps": (steps(8, 8),),

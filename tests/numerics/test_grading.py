@@ -114,6 +114,6 @@ def test_where_the_limits_lie(worse: dict[str, Any], verdict: Verdict, says: str
 def test_what_to_do_next_follows_from_the_verdict_the_pins_and_the_weights() -> None:
     assert "Train in bf16" in next_step("bf16", "faithful", ())
     assert "pinned_modules=['head']" in next_step("bf16", "unfaithful", ("head",))
-    assert grade(FAITHFUL._replace(lost_share=0.9)).is_of_weights
-    assert not grade(FAITHFUL._replace(lost_share=0.9, **BIAS)).is_of_weights
-    assert "model.float()" in next_step("bf16", "doubtful", (), is_of_weights=True)
+    assert grade(FAITHFUL._replace(lost_share=0.9)).is_due_to_low_weights
+    assert not grade(FAITHFUL._replace(lost_share=0.9, **BIAS)).is_due_to_low_weights
+    assert "model.float()" in next_step("bf16", "doubtful", (), is_due_to_low_weights=True)

@@ -15,7 +15,7 @@ from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import nvml
 from autotune_amp.processes import devices
-from autotune_amp.processes.devices import Devices, GpuSlots, cpu_shares, find_gpus
+from autotune_amp.processes.devices import Devices, GpuSlots, cpu_slots, find_gpus
 from autotune_amp.processes.local import Slot
 from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.slots import WorkloadSlots
@@ -83,9 +83,9 @@ def test_shares_of_the_cpu_are_equal_and_have_no_cpu_in_common(cpus: set[int], n
         patch.setattr(os, "sched_getaffinity", lambda pid: cpus, raising=False)
         if num_slots > len(cpus):
             with pytest.raises(InvalidRequestError):
-                cpu_shares(num_slots)
+                cpu_slots(num_slots)
             return
-        slots = cpu_shares(num_slots)
+        slots = cpu_slots(num_slots)
     taken = [cpu for slot in slots for cpu in slot.cpus]
     assert len(slots) == len({slot.name for slot in slots}) == num_slots
     assert len(taken) == len(set(taken)) == num_slots * (len(cpus) // num_slots)
@@ -121,7 +121,7 @@ def test_trials_run_on_every_card_and_the_confirmation_on_the_first(monkeypatch:
         assert isinstance(backend, WorkloadSlots)
         assert (backend.slots, here.num_slots) == (GPUS, 3)
         start.reset_mock()
-        confirming = here.confirming("cuda:0", are_shared=True, num_rounds=3)
+        confirming = here.confirmation_backend("cuda:0", shares_processes=True, num_rounds=3)
         assert confirming.slots == GPUS[:1]
         confirming.submit(Trial(candidate=Setting(precision="fp32", batch_size=8), device="cuda:0"), GPUS[0])
     (call,) = start.call_args_list
@@ -133,7 +133,7 @@ def test_a_single_card_is_searched_on_as_without_the_option_but_sees_no_other(mo
     start = Mock()
     with Devices("cuda:2", start, lambda _: Watcher(), GpuSlots(GPUS[2:])) as here:
         here.backend()
-        assert here.confirming("cuda:0", are_shared=True, num_rounds=3).slots == (Slot("cuda:0"),)
+        assert here.confirmation_backend("cuda:0", shares_processes=True, num_rounds=3).slots == (Slot("cuda:0"),)
     (call,) = start.call_args_list
     assert call.args[3] == GPUS[2]
     assert call.args[4] is not None, "a process may stand by"

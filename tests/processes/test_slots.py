@@ -21,7 +21,7 @@ from listening import Listener
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.processes.devices import cpu_shares
+from autotune_amp.processes.devices import cpu_slots
 from autotune_amp.processes.local import LocalBackend, Payload, Slot
 from autotune_amp.processes.slots import WorkloadSlots
 from autotune_amp.trial.jobs import Check, Trial
@@ -85,7 +85,7 @@ class Opened:
 
     def __init__(self, folder: Path, text: str = WORKLOAD) -> None:
         (folder / "train.py").write_text(text)
-        self.slots = cpu_shares(2)
+        self.slots = cpu_slots(2)
         self.listeners = [Heard(), Heard()]
         payload = Payload(target="train:workload", path=(str(folder), *sys.path))
         self.backend = WorkloadSlots(

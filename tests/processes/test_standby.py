@@ -20,7 +20,7 @@ from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes import standby
-from autotune_amp.processes.devices import ConfirmingProcesses, Devices
+from autotune_amp.processes.devices import ConfirmationBackend, Devices
 from autotune_amp.processes.local import LocalBackend, Payload, Slot, can_fork
 from autotune_amp.processes.process import Process, Watcher
 from autotune_amp.processes.process_tree import MARK
@@ -289,8 +289,10 @@ def test_one_that_takes_too_long_to_load_is_waited_for_no_longer_than_the_job_ma
         search.measured()
 
 
-def confirming(search: Search, *, are_shared: bool) -> ConfirmingProcesses:
-    return ConfirmingProcesses(lambda variables: search.make("kept", variables), Slot("cpu"), are_shared=are_shared)
+def confirming(search: Search, *, shares_processes: bool) -> ConfirmationBackend:
+    return ConfirmationBackend(
+        lambda variables: search.make("kept", variables), Slot("cpu"), shares_processes=shares_processes
+    )
 
 
 def loaded(folder: Path) -> set[str]:
@@ -299,7 +301,7 @@ def loaded(folder: Path) -> set[str]:
 
 
 def test_the_processes_of_all_rounds_are_loaded_before_the_first_run_and_none_beside_it(tmp_path: Path) -> None:
-    with Search(tmp_path) as search, closing(confirming(search, are_shared=True)) as processes:
+    with Search(tmp_path) as search, closing(confirming(search, shares_processes=True)) as processes:
         search.measured()
         before = [search.standing_by()]
         search.backend.close()
@@ -340,7 +342,7 @@ def test_what_stands_by_stands_still_while_steps_are_timed(tmp_path: Path) -> No
 
 
 def test_a_run_with_other_variables_starts_a_process_of_its_own_and_nothing_loads_beside_it(tmp_path: Path) -> None:
-    with Search(tmp_path) as search, closing(confirming(search, are_shared=False)) as processes:
+    with Search(tmp_path) as search, closing(confirming(search, shares_processes=False)) as processes:
         search.measured()
         number = search.standing_by()
         search.backend.close()

@@ -12,7 +12,7 @@ from made_run_log import begin, made_run, move, sample
 from plotly.graph_objects import Figure
 
 from autotune_amp.report.files import write_run_report
-from autotune_amp.report.run_page import course, precision_starts, run_page
+from autotune_amp.report.run_page import precision_starts, run_figure, run_page
 from autotune_amp.runtime.run_log import LoggedRun, SampleLine, read
 
 
@@ -27,7 +27,7 @@ def trace(figure: Figure, name: str) -> Any:
 
 
 def test_every_line_of_the_log_is_a_point(made: LoggedRun) -> None:
-    figure = course(made)
+    figure = run_figure(made)
     scale, skips, loss = (trace(figure, name) for name in ("loss scale", "steps skipped so far", "loss"))
     assert list(skips.x) == [line.update for line in made.lines]
     points = [(line.update, None if line.scale is None else math.log2(line.scale)) for line in made.lines]
@@ -44,7 +44,7 @@ def test_every_line_of_the_log_is_a_point(made: LoggedRun) -> None:
 
 
 def test_moves_are_marked_with_their_reason_and_precisions_are_named(made: LoggedRun) -> None:
-    figure: Any = course(made)
+    figure: Any = run_figure(made)
     moves = trace(figure, "move")
     assert (list(moves.x), list(moves.text)) == ([300, 400], ["1", "2"])
     assert "fp16 to bf16<br>8 of 200 steps skipped &lt;b&gt;" in moves.hovertext[1]

@@ -12,7 +12,7 @@ from scripted_backend import ScriptedBackend, ScriptedSearch, calibration, candi
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.processes.devices import ConfirmingProcesses
+from autotune_amp.processes.devices import ConfirmationBackend
 from autotune_amp.processes.local import Slot
 from autotune_amp.search.ledger import LOSS_SCALE, Shortlist
 from autotune_amp.search.loss_scales import Scales
@@ -69,7 +69,9 @@ class Machine:
         """The records of the confirmation."""
         num_before = len(self.ledger.records)
         self.searched.set_start(environment or {}, self.start_seconds)
-        processes = ConfirmingProcesses(self.make, Slot("cpu"), are_shared=self.searched.job_defaults.shares_processes)
+        processes = ConfirmationBackend(
+            self.make, Slot("cpu"), shares_processes=self.searched.job_defaults.shares_processes
+        )
         self.searched.run(ConfirmationRounds(shortlist, environment or {}), processes)
         return self.ledger.records[num_before:]
 

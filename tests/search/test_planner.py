@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from scripted_backend import ScriptedSearch, candidate, described, hardware, measured
 
 from autotune_amp.core.outcome import Failure, Outcome
-from autotune_amp.search.planner import CONFIRM_SECONDS, CUT_RATIO, LEAST_GAIN, MIN_ROUNDS, Planner
+from autotune_amp.search.planner import CONFIRM_SECONDS, CUT_RATIO, MIN_JOB_GAIN, MIN_ROUNDS, Planner
 from autotune_amp.search.space import Space
 from autotune_amp.trial.jobs import Trial
 
@@ -178,8 +178,8 @@ def test_what_is_bought_is_said_before_the_first_trial() -> None:
 
 def test_a_dear_job_has_to_bring_more_and_no_job_is_worth_nothing() -> None:
     planner = searched(start_seconds=10.0).planner
-    assert planner.least_gain(0.0) == LEAST_GAIN
-    assert LEAST_GAIN < planner.least_gain(20.0) < planner.least_gain(40.0) < 0.05
+    assert planner.min_gain(0.0) == MIN_JOB_GAIN
+    assert MIN_JOB_GAIN < planner.min_gain(20.0) < planner.min_gain(40.0) < 0.05
 
 
 def test_no_more_than_a_round_is_kept_back_while_what_runs_today_leads() -> None:

@@ -10,7 +10,7 @@ from scripted_backend import candidate
 
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
-from autotune_amp.search.planner import LEAST_GAIN
+from autotune_amp.search.planner import MIN_JOB_GAIN
 from autotune_amp.search.stages.throughput_model import ThroughputModel
 
 SIZES = tuple(2**k for k in range(3, 11))
@@ -59,9 +59,9 @@ def test_a_precision_is_given_up_where_its_whole_curve_lies_low_and_not_before()
         gains = ThroughputModel(of(*fp32, *measured, bf16=factor), CELLS).gains(CELLS)
         return max(gain for cell, gain in gains.items() if cell.precision == "bf16")
 
-    assert worth(0.3, at_three) < LEAST_GAIN
-    assert worth(0.85, at_one) > LEAST_GAIN, "one batch size does not tell of the others"
-    assert worth(1.2, at_three) > LEAST_GAIN
+    assert worth(0.3, at_three) < MIN_JOB_GAIN
+    assert worth(0.85, at_one) > MIN_JOB_GAIN, "one batch size does not tell of the others"
+    assert worth(1.2, at_three) > MIN_JOB_GAIN
 
 
 def test_behind_a_cliff_it_looks_for_the_peak() -> None:
@@ -69,7 +69,7 @@ def test_behind_a_cliff_it_looks_for_the_peak() -> None:
     known = {candidate("fp32", 16): [600.0], candidate("fp32", 512): [640.0]}
     known |= {candidate("bf16", size): [rate] for size, rate in ((16, 620.0), (64, 830.0), (512, 840.0))}
     gains = ThroughputModel(known, CELLS).gains(CELLS)
-    assert max(gains[candidate("fp32", size)] for size in (32, 64, 128, 256)) > LEAST_GAIN
+    assert max(gains[candidate("fp32", size)] for size in (32, 64, 128, 256)) > MIN_JOB_GAIN
 
 
 def test_every_further_process_of_a_setting_is_worth_less() -> None:
@@ -77,7 +77,7 @@ def test_every_further_process_of_a_setting_is_worth_less() -> None:
     bf16 = candidate("bf16", 32)
     worth = [ThroughputModel(rivals | {bf16: [104.0] * num}, ()).gains(rivals)[bf16] for num in (1, 2, 4, 8)]
     assert worth == sorted(worth, reverse=True)
-    assert worth[0] > LEAST_GAIN > worth[-1]
+    assert worth[0] > MIN_JOB_GAIN > worth[-1]
 
 
 def test_values_of_further_dimensions_tell_of_one_another() -> None:
@@ -96,6 +96,6 @@ def test_what_is_expected_to_be_the_best_is_worth_measuring_however_sure_that_is
     assert max(gains, key=lambda cell: gains[cell]) == candidate("fp32", SIZES[-1])
     assert gains[candidate("fp32", SIZES[-1])] > 0.5
     only_untried = [cell for cell in CELLS if cell not in rising]
-    assert max(ThroughputModel(rising, CELLS).gains(only_untried).values()) > LEAST_GAIN, (
+    assert max(ThroughputModel(rising, CELLS).gains(only_untried).values()) > MIN_JOB_GAIN, (
         "what cannot be chosen is no choice"
     )

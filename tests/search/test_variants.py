@@ -382,7 +382,7 @@ def test_try_refuses_what_it_does_not_know(given: Any) -> None:
 def test_what_would_take_longer_than_it_may_gain_is_left_and_says_how_it_is_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(planner, "GAIN_PER_SECOND", 1.0)
+    monkeypatch.setattr(planner, "MIN_GAIN_PER_SECOND", 1.0)
     tried, found, _ = searched()
     assert tried == []
     assert found["compile", "default"].reason is not None

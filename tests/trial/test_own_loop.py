@@ -22,7 +22,7 @@ from autotune_amp.core.workload import Fitting
 from autotune_amp.precision import torch_state
 from autotune_amp.trial import own_loop, worker
 from autotune_amp.trial.context import Context, make_model
-from autotune_amp.trial.failures import JudgedError
+from autotune_amp.trial.failures import RunFailedError
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.own_loop import time_own_loop
 from autotune_amp.trial.timing import Timing
@@ -154,7 +154,7 @@ def test_a_loop_that_measures_nothing_or_something_else_is_refused() -> None:
         timed(lambda fitting: loop(fitting, num_epochs=1))
     with pytest.raises(WorkloadError, match="batches of 4 samples, not of 6"):
         timed(lambda fitting: loop(fitting._replace(setting=Setting(precision="fp32", batch_size=4))), **SIX)
-    with pytest.raises(JudgedError, match="became nan"):
+    with pytest.raises(RunFailedError, match="became nan"):
         timed(lambda fitting: fitting.stepped(torch.tensor(torch.nan), 1))
 
 

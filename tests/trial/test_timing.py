@@ -15,7 +15,7 @@ import torch
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import Setting
 from autotune_amp.trial import timing
-from autotune_amp.trial.failures import JudgedError
+from autotune_amp.trial.failures import RunFailedError
 from autotune_amp.trial.jobs import MAX_TIMED_MICRO_BATCHES, Trial
 from autotune_amp.trial.judge import NUM_NONFINITE_STEPS
 
@@ -322,7 +322,7 @@ def test_a_loss_that_is_not_finite_ends_the_trial(clock: SimpleNamespace, loss: 
     for worst in (None, "worst"):
         training = Scripted(constant(0.5))
         training.loss, training.worst = loss, worst
-        with pytest.raises(JudgedError, match=str(loss)):
+        with pytest.raises(RunFailedError, match=str(loss)):
             run(clock, training)
         assert training.num_batches == NUM_NONFINITE_STEPS
 
@@ -342,5 +342,5 @@ def test_warm_up_goes_on_while_the_loss_scale_comes_down(clock: SimpleNamespace)
     assert found.num_skips == 0
     assert training.num_updates == 10 + 1 + 8
     training.scales = [2.0**k for k in range(16, -200, -1)]
-    with pytest.raises(JudgedError, match="still overflow"):
+    with pytest.raises(RunFailedError, match="still overflow"):
         run(clock, training)

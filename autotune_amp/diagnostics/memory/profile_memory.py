@@ -39,7 +39,7 @@ from autotune_amp.search.planner import Budget
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
 from autotune_amp.search.source import OpenedWorkload, Source, failure_message, loaded_backend, open_workload
-from autotune_amp.search.space import ASSUMED_BATCH_SIZE, is_hopeless
+from autotune_amp.search.space import ASSUMED_BATCH_SIZE, is_hopelessly_slow
 from autotune_amp.trial.jobs import Trial
 
 DEADLINE_SECONDS = 600.0  # per process
@@ -238,7 +238,7 @@ def _emulated_reasons(hardware: Hardware, requested: Sequence[Precision]) -> dic
     return {
         name: f"left out: emulated here, many times slower than fp32; to measure it give --precision {name}"
         for name in requested
-        if name != "fp32" and is_hopeless(hardware, name)
+        if name != "fp32" and is_hopelessly_slow(hardware, name)
     }
 
 

@@ -120,7 +120,7 @@ class NodeBackend(WorkloadBackend):
     def _ask(self, method: str, *arguments: bytes) -> bytes:
         future = self._cluster.call(str(self._slot.name), method, *arguments)
         try:
-            return self._cluster.answer(future, self._watcher.tick, SILENT_SECONDS)
+            return self._cluster.wait_for(future, self._watcher.tick, SILENT_SECONDS)
         except (NodeProcessLostError, RunnerError) as error:
             raise self.lost(str(error)) from error
 

@@ -90,9 +90,9 @@ class Cluster:
             environment={name: os.environ.get(name) for name in _SET_BY_RAY},
         )
         try:
-            connecting = self.ask("connect", pack((self.address, self._directory, self._excludes)))
-            self.answer(connecting, tick, CONNECT_SECONDS)
-            self.answer(self.ask("open", pack(setup)), tick, CONNECT_SECONDS)
+            connecting = self.request("connect", pack((self.address, self._directory, self._excludes)))
+            self.wait_for(connecting, tick, CONNECT_SECONDS)
+            self.wait_for(self.request("open", pack(setup)), tick, CONNECT_SECONDS)
         except (NodeProcessLostError, ClusterLostError) as error:
             self._driver_output.seek(0)
             output_lines = self._driver_output.read().decode(errors="replace").strip().splitlines()
@@ -116,7 +116,7 @@ class Cluster:
 
     def nodes(self) -> Future[bytes]:
         """Request the nodes that are alive. The future's result is an encoded list of `Node`."""
-        return self.ask("nodes")
+        return self.request("nodes")
 
     def start(self, share: NodeShare, device: str) -> Future[bytes]:
         """Request a process that uses `share` of a node, on its devices of the type `device` ("cuda" or "cpu").
@@ -124,21 +124,21 @@ class Cluster:
         The future is completed once the process runs, which waits until the node has these GPUs and CPUs free. Its
         result is an encoded `ProcessDescription`.
         """
-        return self.ask("start", pack((share, device)))
+        return self.request("start", pack((share, device)))
 
     def call(self, place: str, method: str, *arguments: bytes) -> Future[bytes]:
         """Request a method call, with encoded arguments, in the process named `place`. The future has its result."""
-        return self.ask("call", pack((method, arguments)), place)
+        return self.request("call", pack((method, arguments)), place)
 
     def end(self, place: str) -> None:
         """Request that the process named `place` ends, without waiting for it."""
-        self.ask("end", place=place)
+        self.request("end", place=place)
 
-    def ask(self, do: str, body: bytes = b"", place: str | None = None) -> Future[bytes]:
+    def request(self, action: str, body: bytes = b"", place: str | None = None) -> Future[bytes]:
         """Send a request to the driver and return its future, which another thread completes.
 
-        `do` names the driver's action, such as "call", `body` has its encoded arguments, and `place` names the process
-        on a node that it concerns, if any. The future fails with the driver's error, `NodeProcessLostError` if that
+        `action` names the driver's action, such as "call", `body` has its encoded arguments, and `place` names the
+        process on a node that it concerns, if any. The future fails with the driver's error, `NodeProcessLostError` if that
         process has ended, or `ClusterLostError` if the driver has.
         """
         future: Future[bytes] = Future()
@@ -146,12 +146,12 @@ class Cluster:
             self._number += 1
             self._waiting[self._number] = future
             try:
-                self._connection.send_bytes(pack(Request(number=self._number, do=do, place=place, body=body)))
+                self._connection.send_bytes(pack(Request(number=self._number, do=action, place=place, body=body)))
             except OSError:
                 self._fail_all()
         return future
 
-    def answer(self, future: Future[bytes], tick: Callable[[], None], limit_seconds: float = math.inf) -> bytes:
+    def wait_for(self, future: Future[bytes], tick: Callable[[], None], limit_seconds: float = math.inf) -> bytes:
         """Wait for the result of a request's future, calling `tick` every `TICK_SECONDS`, and return it.
 
         Raises the future's error, `NodeProcessLostError` if there is no result within `limit_seconds`, and
@@ -167,7 +167,7 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise NodeProcessLostError(f"it did not answer within {limit_seconds:.0f} s")
 
-    def pause(self, tick: Callable[[], None]) -> None:
+    def wait_one_tick(self, tick: Callable[[], None]) -> None:
         """Call `tick` and sleep for `TICK_SECONDS`. Raises `KeyboardInterrupt` after Ctrl-C or SIGTERM."""
         heed()
         tick()

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import msgspec
 
 from autotune_amp.core.errors import AutotuneAmpError, RunnerError
-from autotune_amp.core.hardware import LEAST_MEMORY_SHARE, DeviceIdentity
+from autotune_amp.core.hardware import MIN_MEMORY_SHARE, DeviceIdentity
 from autotune_amp.processes.local import Slot
 from autotune_amp.processes.on_ray.cluster import Cluster, NodeProcessLostError
 from autotune_amp.processes.on_ray.messages import Node, NodeShare, ProcessDescription
@@ -147,7 +147,7 @@ def incompatibility(first: ProcessDescription, other: ProcessDescription) -> str
         if first_value != other_value:
             return f"it {phrase} {other_value}, and the first {first_value}: their results cannot be compared"
     least, most = sorted((first_identity.total_memory_bytes, other_identity.total_memory_bytes))
-    return None if least >= LEAST_MEMORY_SHARE * most else "its memory size is not that of the first"
+    return None if least >= MIN_MEMORY_SHARE * most else "its memory size is not that of the first"
 
 
 def _device(identity: DeviceIdentity) -> str:

@@ -15,7 +15,7 @@ from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, Work
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import Fingerprint
-from autotune_amp.processes.devices import ConfirmingProcesses, WatcherFactory
+from autotune_amp.processes.devices import ConfirmationBackend, WatcherFactory
 from autotune_amp.processes.local import Isolation, OpenResult, Payload, Slot, SlotLostError, WorkloadBackend
 from autotune_amp.processes.on_ray.backend import NodeBackend
 from autotune_amp.processes.on_ray.cluster import Cluster
@@ -249,7 +249,7 @@ class RayDevices:
             self._fleet.take_started_slots()
             if self._fleet.is_up:
                 until = min(until, time.monotonic() + GATHER_SECONDS)
-            self._cluster.pause(tick)
+            self._cluster.wait_one_tick(tick)
         if not self._fleet.is_up:
             device_name = "CPU" if self.device == "cpu" else "GPU"
             raise InvalidRequestError(
@@ -265,23 +265,23 @@ class RayDevices:
         )
         return self._backend
 
-    def confirming(
+    def confirmation_backend(
         self,
         device: str,  # noqa: ARG002 - each slot has its own
         *,
-        are_shared: bool,
+        shares_processes: bool,
         num_rounds: int,  # noqa: ARG002 - no process stands by on a node
-    ) -> Slots[ConfirmingProcesses]:
+    ) -> Slots[ConfirmationBackend]:
         """Return the backend of the confirmation, on the slots that the search used last. If one is lost, another one
         replaces it.
         """
         assert self._backend is not None
 
-        def make(slot: Slot, watcher: Watcher) -> ConfirmingProcesses:
-            return ConfirmingProcesses(
+        def make(slot: Slot, watcher: Watcher) -> ConfirmationBackend:
+            return ConfirmationBackend(
                 lambda variables: self._make_node_backend(slot, watcher, "kept", variables),
                 slot,
-                are_shared=are_shared,
+                shares_processes=shares_processes,
             )
 
         return Slots(self._backend.slots, make, self._watcher_of)

@@ -197,7 +197,7 @@ def gather_evidence(
     processes = [runs.num_confirming for runs in (chosen_runs, baseline) if runs.measurements]
     low, high = _prediction_interval(chosen_runs, records)
     search_speed = _drifted_search_speed(chosen_runs, records)
-    are_shared = chosen_runs.num_confirming > 0 and ranking.were_processes_shared(records)
+    shares_processes = chosen_runs.num_confirming > 0 and ranking.were_processes_shared(records)
     return Evidence(
         samples_per_second=chosen_runs.speed,
         samples_per_second_interval=(low, high)
@@ -216,8 +216,8 @@ def gather_evidence(
         plain_environment=_plain_environment(records, candidate, baseline) if environment else None,
         fidelity=ledger.verdict(candidate),
         loss_scale=loss_scales.evidence(ledger.scales, candidate, confirming),
-        is_build_shared=not are_shared and any(m.is_build_shared for m in chosen_runs.measurements),
-        are_processes_shared=are_shared,
+        is_build_shared=not shares_processes and any(m.is_build_shared for m in chosen_runs.measurements),
+        are_processes_shared=shares_processes,
         joules_per_sample=ranking.joules_per_sample(chosen_runs.measurements),
         loader=loader_evidence(records, chosen_runs, description),
         memory=memory_evidence(chosen_runs, description),

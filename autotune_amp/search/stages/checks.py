@@ -64,7 +64,7 @@ class Checks:
         """Return the next check, calibration or trial that is needed to choose the contenders, or None."""
 
         def is_worth(gain: float, num_checks: int) -> bool:
-            return gain > planner.least_gain(num_checks * planner.check_seconds(ledger))
+            return gain > planner.min_gain(num_checks * planner.check_seconds(ledger))
 
         action = next_action(ledger, only_winner=self.only_winner, is_worth=is_worth)
         left_seconds = planner.seconds_before_confirmation(ledger)

@@ -122,7 +122,7 @@ class ConfirmationRounds:
         winner, _, baseline = self._contenders
         if winner != baseline or ledger.objective != "speed":
             return True
-        return planner.least_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [winner], 1)) < MIN_GAIN
+        return planner.min_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [winner], 1)) < MIN_GAIN
 
     def _should_stop(self, ledger: Ledger, planner: Planner) -> bool:
         """Whether further rounds would decide nothing, or would take more time than the possible gain justifies."""
@@ -135,7 +135,7 @@ class ConfirmationRounds:
             ConfirmationRun(self._contenders.baseline, "confirm", {}),
         ]
         seconds = num_rounds * self._round_seconds(runs, ledger, planner)
-        return num_rounds > len(self._rounds_left) or gain < planner.least_gain(seconds)
+        return num_rounds > len(self._rounds_left) or gain < planner.min_gain(seconds)
 
     def _is_loaded_together(self, ledger: Ledger, planner: Planner, number: int) -> bool:
         """Whether the process of round `number` (from 1) loads at the same time as those of the other rounds."""
@@ -177,7 +177,7 @@ def is_runner_up_worth(ledger: Ledger, planner: Planner, shortlist: Shortlist) -
     speeds = {c: merit.samples_per_second for c, merit in ledger.measured_merits.items()}
     lead = speeds[runner_up] / speeds[winner] - 1 + SPEED_ERROR if winner in speeds else math.inf
     num_starts = 0 if planner.job_defaults.shares_processes else 1
-    return lead > planner.least_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [runner_up], num_starts))
+    return lead > planner.min_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [runner_up], num_starts))
 
 
 def plan_round(

@@ -28,7 +28,7 @@ from autotune_amp.search.planner import JobDefaults, Planner, num_timed_passes
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.ranking import is_limited_by_data
 from autotune_amp.search.run import Stage
-from autotune_amp.search.space import Space, excluded_by_outcomes, is_hopeless, without_excluded
+from autotune_amp.search.space import Space, excluded_by_outcomes, is_hopelessly_slow, without_excluded
 from autotune_amp.search.stages.checks import AccumulationCheck, Checks
 from autotune_amp.search.stages.throughput_model import ThroughputModel
 from autotune_amp.search.storage.study import Study
@@ -164,7 +164,7 @@ def next_promising(
     `throughputs` lists the throughputs of each setting's processes. A measured setting is returned again if the spread
     of its processes leaves the choice open.
     """
-    choosable = ledger.choosable_settings((*throughputs, *untried))
+    choosable = ledger.best_tier_settings((*throughputs, *untried))
     if not throughputs or not choosable:
         return None
     throughput_model = ThroughputModel(throughputs, untried)
@@ -189,7 +189,7 @@ def next_promising(
 
     gains = throughput_model.gains(choosable, least=median(throughputs.get(ledger.space.baseline, [0.0])))
     gains_per_second = {
-        c: gain / seconds(c) for c, gain in gains.items() if gain > planner.least_gain(seconds(c)) and may_run(c)
+        c: gain / seconds(c) for c, gain in gains.items() if gain > planner.min_gain(seconds(c)) and may_run(c)
     }
     # Settings of nearly equal worth are taken in their order, so that the choice is independent of a CPU's rounding.
     return max(gains_per_second, key=lambda c: float(f"{gains_per_second[c]:.6g}"), default=None)
@@ -268,7 +268,7 @@ def next_seed(
         """Return a sort key: precisions with the fastest matrix products first, hopelessly slow ones last, since one of
         their steps may take longer than the rest of the search.
         """
-        return is_hopeless(hardware, precision), -(hardware.precisions[precision].matmul_flops_per_second or 0.0)
+        return is_hopelessly_slow(hardware, precision), -(hardware.precisions[precision].matmul_flops_per_second or 0.0)
 
     settings = map(first_setting, sorted(dict.fromkeys(c.precision for c in space.candidates), key=sort_key))
     return next(filter(None, settings), None)
@@ -289,7 +289,9 @@ def untried_promising_settings(ledger: Ledger, job_defaults: JobDefaults, leadin
     """
     excluded_precisions = {c.precision for c in ledger.measurements} - {c.precision for c in leading}
     # An emulated precision that timed out may be arbitrarily slow.
-    excluded_precisions |= {c.precision for c in ledger.failures if is_hopeless(job_defaults.hardware, c.precision)}
+    excluded_precisions |= {
+        c.precision for c in ledger.failures if is_hopelessly_slow(job_defaults.hardware, c.precision)
+    }
     return [
         c for c in untried_settings(ledger, job_defaults.memory_limit_bytes) if c.precision not in excluded_precisions
     ]

@@ -36,7 +36,7 @@ def ledger_with_expected(ledger: Ledger, pending: Sequence[Trial | Check | Profi
     if any(isinstance(job, ProfileJob) for job in pending) or any(check.what == "accumulation" for check in checks):
         return None
     if not ledger.measurements:
-        return ledger.with_expected([], {}, num_awaited=len(trials))
+        return ledger.with_predicted([], {}, num_awaited=len(trials))
     if ledger.measurements.keys() == {trial.candidate for trial in trials}:
         return None  # the same setting still runs on other slots; once it has ended there, building may be shared
     records = [_expected_record(job, _expected_fidelity(job)) for job in checks if job.what == "fidelity"]
@@ -51,7 +51,7 @@ def ledger_with_expected(ledger: Ledger, pending: Sequence[Trial | Check | Profi
     scales = {
         c.candidate.scaling: MissingCalibration("it is being calibrated") for c in checks if c.what == "calibration"
     }
-    return ledger.with_expected(records, scales) if records or scales else ledger
+    return ledger.with_predicted(records, scales) if records or scales else ledger
 
 
 def _expected_record(job: Trial | Check, outcome: Measurement | Fidelity) -> Record:

@@ -170,7 +170,7 @@ def is_worth_trying(ledger: Ledger, planner: Planner, setting: Setting) -> bool:
         seconds += planner.compile_seconds(ledger)
     if needs_check(setting, ledger.space) and check_key(setting) not in ledger.fidelity:
         seconds += planner.check_seconds(ledger)
-    return gain > planner.least_gain(seconds)
+    return gain > planner.min_gain(seconds)
 
 
 def reason_not_to_try(ledger: Ledger, dimension: Dimension[Any], value: Any) -> str | None:

@@ -58,7 +58,7 @@ class LoaderWorkers:
             and r.candidate.num_workers is None
             and not r.candidate.as_found
         }
-        speeds, tiers = ledger.speeds, ledger.pending_tiers
+        speeds, tiers = ledger.speeds, ledger.provisional_tiers
         speeds_without_wait = {c: speed / (1 - waits[c]) for c, speed in speeds.items() if c in waits}
         if own_num_workers is None or not speeds_without_wait:
             return None

@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from autotune_amp.core.documents import decode
-from autotune_amp.core.hardware import LEAST_MEMORY_SHARE
+from autotune_amp.core.hardware import MIN_MEMORY_SHARE
 from autotune_amp.core.recommendation import FORMAT, Fingerprint, Recommendation
 from autotune_amp.search.storage.database import attributes, set_attribute
 
@@ -68,7 +68,7 @@ def matching_recommendation(
     kind = _digest(_request_parts(fingerprint))
     for candidate in shared:
         measured_memory_bytes = candidate.recommendation.hardware.identity.total_memory_bytes
-        if candidate.kind == kind and memory_bytes >= LEAST_MEMORY_SHARE * measured_memory_bytes:
+        if candidate.kind == kind and memory_bytes >= MIN_MEMORY_SHARE * measured_memory_bytes:
             return candidate
     return None
 

@@ -9,12 +9,14 @@ from importlib.resources import files
 from autotune_amp.core.text import printable
 
 
-def fragment(title: str, *pieces: str) -> str:
-    """Return a box for a notebook: the title, the `pieces` (HTML of this module's functions) and their style sheet.
+def notebook_box(title: str, *contents: str) -> str:
+    """Return a box for a notebook: the title, the `contents` (HTML of this module's functions) and their style sheet.
 
     Its colours derive from the notebook's text colour, so that it suits dark themes too.
     """
-    return f'<div class="autotune-amp amp-pieces"><style>{style()}</style><h4>{text(title)}</h4>{"".join(pieces)}</div>'
+    return (
+        f'<div class="autotune-amp amp-pieces"><style>{style()}</style><h4>{text(title)}</h4>{"".join(contents)}</div>'
+    )
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_numeric: int = 0) -> str:
@@ -33,7 +35,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_numeric:
     return f'<div class="wide">{opening_tag}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def facts(pairs: Iterable[tuple[str, str]]) -> str:
+def definition_list(pairs: Iterable[tuple[str, str]]) -> str:
     """Return a two-column list (``<dl>``) of (label, text) pairs."""
     return "<dl>" + "".join(f"<dt>{text(label)}</dt><dd>{text(words)}</dd>" for label, words in pairs) + "</dl>"
 
@@ -48,18 +50,18 @@ def tiles(key_numbers: Iterable[tuple[str, str, str]]) -> str:
 
 
 def paragraph(words: str, kind: str = "") -> str:
-    """Return a paragraph. `kind` is its class in pieces.css, not escaped: ``reason``, ``warning`` or ``absent``."""
+    """Return a paragraph. `kind` is its class in html.css, not escaped: ``reason``, ``warning`` or ``absent``."""
     return f'<p class="{kind}">{text(words)}</p>' if kind else f"<p>{text(words)}</p>"
 
 
-def folded(title: str, body: str) -> str:
+def collapsible(title: str, body: str) -> str:
     """Return a section that unfolds when its title is clicked. `body` is HTML and not escaped."""
     return f"<details><summary>{text(title)}</summary>{body}</details>"
 
 
 def style() -> str:
     """Return the style sheet for the fragments of this module."""
-    return files("autotune_amp.core").joinpath("pieces.css").read_text("utf-8")
+    return files("autotune_amp.core").joinpath("html.css").read_text("utf-8")
 
 
 def text(words: str) -> str:
