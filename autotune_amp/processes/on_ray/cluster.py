@@ -138,8 +138,8 @@ class Cluster:
         """Send a request to the driver and return its future, which another thread completes.
 
         `action` names the driver's action, such as "call", `body` has its encoded arguments, and `place` names the
-        process on a node that it concerns, if any. The future fails with the driver's error, `NodeProcessLostError` if that
-        process has ended, or `ClusterLostError` if the driver has.
+        process on a node that it concerns, if any. The future fails with the driver's error, `NodeProcessLostError` if
+        that process has ended, or `ClusterLostError` if the driver has.
         """
         future: Future[bytes] = Future()
         with self._lock:
