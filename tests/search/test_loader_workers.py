@@ -113,6 +113,23 @@ def test_workers_that_do_not_help_are_not_recommended() -> None:
     assert "with 1 worker (" in warning
 
 
+class CrowdedMachine(LoadingMachine):
+    """From four workers on, training itself is slowed by them: steps wait for a smaller share of a longer time."""
+
+    def answer(self, spec: Trial) -> Outcome:
+        outcome = super().answer(spec)
+        if (spec.candidate.num_workers or 0) < 4:
+            return outcome
+        return measured(spec, 35.0, data_share=0.1)
+
+
+def test_workers_that_slow_the_training_are_not_doubled_once_more_though_the_wait_is_shorter() -> None:
+    machine = CrowdedMachine(load_rate=20.0, num_cpus=16)
+    decision = machine.search()
+    assert max(number for _, number in machine.tried()) == 4, "40 samples/s with two, 35 with four"
+    assert decision.config.num_workers == 2
+
+
 @pytest.mark.parametrize(
     ("own", "num_cpus", "load_rate", "tried"),
     [(0, 1, 20.0, [1]), (0, 6, 5.0, [1, 2, 4, 6]), (3, 16, 10.0, [6, 12, 16])],

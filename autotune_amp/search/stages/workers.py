@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -44,9 +45,9 @@ class LoaderWorkers:
     def setting(self, ledger: Ledger, job_defaults: JobDefaults) -> Setting | None:
         """Return the best setting if no step waited for data, with the next number of workers; None if none may gain.
 
-        The number of workers is doubled up to the number of CPUs, until the wait is short, a trial fails, or it is no
-        faster than with half as many workers and waits no less. That last rule does not hold for one worker: it only
-        overlaps loading with training, and the second one doubles the loading rate.
+        The number of workers is doubled up to the number of CPUs, until the wait is short, a trial fails, or it is
+        slower than with half as many workers, or no faster and waits no less. That last rule does not hold for one
+        worker: it only overlaps loading with training, and the second one doubles the loading rate.
         """
         own_num_workers, num_cpus = job_defaults.description.num_workers, job_defaults.num_cpus
         trials = [r for r in ledger.records if r.purpose == "search"]
@@ -70,7 +71,7 @@ class LoaderWorkers:
         if speeds_without_wait[target] <= (1 + MIN_GAIN) * fastest:
             return None
         tried = {r.candidate: r.outcome for r in trials}
-        speed_before, share_before = speeds[target], waits[target]
+        speed_before, share_before, most_seconds_before = speeds[target], waits[target], math.inf
         for num_workers in worker_counts(own_num_workers, num_cpus):
             outcome = tried.get(setting := replace(target, num_workers=num_workers))
             if outcome is None:
@@ -78,9 +79,12 @@ class LoaderWorkers:
             if not isinstance(outcome, Measurement) or data_share(outcome) < SHORT_WAIT:
                 break
             is_no_faster = outcome.samples_per_second <= (1 + MIN_GAIN) * speed_before
-            if num_workers > 1 and is_no_faster and data_share(outcome) > SAME_WAIT * share_before:
+            least_seconds, most_seconds = outcome.step_seconds_interval
+            is_slower = least_seconds > most_seconds_before
+            if is_slower or (num_workers > 1 and is_no_faster and data_share(outcome) > SAME_WAIT * share_before):
                 break
             speed_before, share_before = outcome.samples_per_second, data_share(outcome)
+            most_seconds_before = most_seconds
         # If the wait still limits the speed, a setting with fewer risks reaches the same speed.
         leader = rank({c: speed for c, speed in speeds.items() if c.with_own_workers == target})[0]
         limited_speeds = {c: min(speed, speeds[leader]) for c, speed in speeds_without_wait.items()}
