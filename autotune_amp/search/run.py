@@ -16,7 +16,7 @@ from autotune_amp.processes.process import Watcher
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Budget, Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.stages.pending import ledger_with_expected
+from autotune_amp.search.stages.pending import ledger_with_predicted
 from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
 
@@ -238,7 +238,7 @@ def run_stages(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
 def _next_job(stages: Sequence[Stage], runner: Runner) -> Trial | Check | ProfileJob | None:
     """Return the job of the first stage or, while jobs run, of the first that has one; None if there is none."""
     pending = runner.pending
-    expected = ledger_with_expected(runner.ledger, pending)
+    expected = ledger_with_predicted(runner.ledger, pending)
     for stage in stages:
         if expected is None or (pending and stage.is_exclusive):
             return None

@@ -15,7 +15,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import next_action
-from autotune_amp.search.stages.pending import ledger_with_expected
+from autotune_amp.search.stages.pending import ledger_with_predicted
 from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
 
@@ -51,7 +51,7 @@ def check(setting: Setting, **fields: Any) -> Check:
 
 
 def expected(ledger: Ledger, *pending: Any) -> Ledger:
-    found = ledger_with_expected(ledger, pending)
+    found = ledger_with_predicted(ledger, pending)
     assert found is not None
     return found
 
@@ -109,7 +109,7 @@ def test_an_expected_trial_is_not_calibrated_before_it_ran() -> None:
     ],
 )
 def test_what_changes_everything_is_waited_for(job: Any) -> None:
-    assert ledger_with_expected(after(candidate("fp32", 32)).ledger, [job]) is None
+    assert ledger_with_predicted(after(candidate("fp32", 32)).ledger, [job]) is None
 
 
 def test_before_anything_ran_the_trials_are_only_counted() -> None:
@@ -141,7 +141,7 @@ def test_whatever_runs_the_expected_is_finite_and_the_ledger_as_it_was(
     ledger = after(*tried).ledger
     before = ledger.measured_merits
     if set(tried) == set(pending):  # it begins: the same runs on every slot
-        assert ledger_with_expected(ledger, [*map(trial, pending)]) is None
+        assert ledger_with_predicted(ledger, [*map(trial, pending)]) is None
         return
     found = expected(ledger, *map(trial, pending))
     assert set(found.measured_merits) == {*tried, *pending}

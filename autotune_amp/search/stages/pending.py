@@ -24,7 +24,7 @@ from autotune_amp.trial.step_profile.breakdown import ProfileJob
 EXPECTED = 0  # number of a predicted record; numbers of real ones begin at 1
 
 
-def ledger_with_expected(ledger: Ledger, pending: Sequence[Trial | Check | ProfileJob]) -> Ledger | None:
+def ledger_with_predicted(ledger: Ledger, pending: Sequence[Trial | Check | ProfileJob]) -> Ledger | None:
     """Return the ledger with the expected results of the `pending` jobs, or None if the next decision needs real ones.
 
     A precision is expected to be faithful, and a setting to be as fast as the throughput model predicts. Before any
