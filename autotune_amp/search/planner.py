@@ -309,12 +309,30 @@ class Planner:
             return min(self._rounds_seconds(ledger, 1), self.budget.left())
         return self._rounds_seconds(ledger, self.num_rounds(ledger))
 
+    def confirming_environment(self, ledger: Ledger) -> dict[str, str]:
+        """Return the environment variables for the confirmation's contenders: the recommended ones if time allows.
+
+        A command's trials have measured the contenders in the user's own environment already, and count as
+        confirmation runs there: if `MIN_ROUNDS` runs in the recommended one do not fit, the runs that do are added to
+        those. Once the confirmation has run the winner, its environment stays.
+        """
+        shortlist, recommended = ledger.final_shortlist, self.job_defaults.environment
+        if shortlist is None or not self.job_defaults.are_trials_fresh or shortlist.winner == shortlist.baseline:
+            return recommended
+        confirmed_in = [
+            r.environment for r in ledger.records if r.purpose == "confirm" and r.candidate == shortlist.winner
+        ]
+        if confirmed_in:
+            return confirmed_in[-1]
+        return recommended if self._rounds_seconds(ledger, MIN_ROUNDS) <= self.budget.left() else {}
+
     def num_rounds(self, ledger: Ledger) -> int:
-        """Return the number of confirmation rounds that fitted in the time at the first call: `MIN_ROUNDS`, 1 or 0."""
-        left_seconds = self.budget.left()
+        """Return the number of confirmation rounds that fitted in half of the time at the first call: `MIN_ROUNDS`, 1
+        or 0. The other half is for the search: what it finds is worth more than a third run of what it knows.
+        """
         if self._num_rounds is None and ledger.actual.shortlist is not None:
-            shares = (MIN_ROUNDS, 1.0), (1, 0.5)
-            affordable = (n for n, share in shares if self._rounds_seconds(ledger, n) <= share * left_seconds)
+            half_seconds = self.budget.left() / 2
+            affordable = (n for n in (MIN_ROUNDS, 1) if self._rounds_seconds(ledger, n) <= half_seconds)
             self._num_rounds = next(affordable, 0)
         num_rounds, shortlist = self._num_rounds or 0, ledger.actual.shortlist
         return min(num_rounds, 1) if shortlist is not None and shortlist.winner == shortlist.baseline else num_rounds

@@ -158,7 +158,7 @@ class _Search:
         recommendation = recommend(
             ledger,
             options=self._options,
-            environment=planner.job_defaults.environment,
+            environment=planner.confirming_environment(ledger),
             workload=opened.description,
             search=self._summary(ledger, planner, fingerprint, load_before, was_interrupted=interruption is not None),
             hardware=opened.hardware,
@@ -234,7 +234,7 @@ class _Search:
         )
         self.budget.num_slots = 1  # one run at a time
         with closing(processes) as backend:
-            stages = confirmation_stages(shortlist, job_defaults.environment, self._options)
+            stages = confirmation_stages(shortlist, planner.confirming_environment(ledger), self._options)
             for _ in run_stages(stages, Runner(backend, ledger, planner, self._watchers)):
                 pass
 

@@ -45,6 +45,7 @@ class Replayed:
     records: list[tuple[float, Record]]
     searched_seconds: float
     round_seconds: list[float]
+    environment: dict[str, str]  # of the confirmation
 
     @cached_property
     def decision(self) -> Decision | None:
@@ -70,7 +71,7 @@ class Replayed:
         before, header = self.ledger.with_only(self.ledger.records[:num_records]), self.landscape.header
         if before.final_shortlist is None:
             return None
-        return decide(before, environment=header.environment, description=header.description)
+        return decide(before, environment=self.environment, description=header.description)
 
 
 class _Ends(Progress):
@@ -124,13 +125,14 @@ def play_search(
             share_building(backend, planner, ledger, ends)
     backend.close()
     searched_seconds = budget.now
+    environment = planner.confirming_environment(ledger)
     if ledger.final_shortlist is not None:
         budget.num_slots = 1
-        stage = ConfirmationRounds(ledger.final_shortlist, job_defaults.environment)
+        stage = ConfirmationRounds(ledger.final_shortlist, environment)
         for _ in run_stages([stage], Runner(fresh, ledger, planner, watchers)):
             pass
     by_round = {record.round: seconds for seconds, record in ends.records if record.round is not None}
-    return Replayed(ledger, landscape, ends.records, searched_seconds, list(by_round.values()))
+    return Replayed(ledger, landscape, ends.records, searched_seconds, list(by_round.values()), environment)
 
 
 def _always(backend: ReplayBackend) -> Callable[..., Any]:

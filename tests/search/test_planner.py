@@ -11,6 +11,7 @@ from scripted_backend import ScriptedSearch, candidate, described, hardware, mea
 from autotune_amp.core.outcome import Failure, Outcome
 from autotune_amp.search.planner import CONFIRM_SECONDS, CUT_RATIO, MIN_JOB_GAIN, MIN_ROUNDS, Planner
 from autotune_amp.search.space import Space
+from autotune_amp.search.stages.checks import Checks
 from autotune_amp.trial.jobs import Trial
 
 FP32, BF16 = candidate("fp32", 32), candidate("bf16", 32)
@@ -59,7 +60,7 @@ def test_the_confirmation_costs_its_rounds_with_their_starts(device: str, starts
 
 @pytest.mark.parametrize(
     ("loads_together", "budget_seconds", "num_rounds"),
-    [(True, 45.0, MIN_ROUNDS), (False, 45.0, 1), (True, 16.0, 0)],
+    [(True, 70.0, MIN_ROUNDS), (False, 70.0, 1), (True, 16.0, 0)],
     ids=["all", "one by one", "none"],
 )
 def test_rounds_whose_processes_load_together_cost_one_start(
@@ -102,6 +103,26 @@ def test_what_runs_of_a_command_have_measured_is_confirmed_already() -> None:
     search.ledger.records = tuple(replace(r, round=None) for r in search.ledger.records)
     search.ledger._clear_derived_values()
     assert rest == pytest.approx(2 / 3 * search.planner.confirmation_seconds(search.ledger), rel=0.3)
+
+
+@pytest.mark.parametrize(("budget_seconds", "has_time"), [(300.0, True), (60.0, False)])
+def test_a_command_s_winner_is_confirmed_with_recommended_variables_only_where_all_rounds_fit(
+    budget_seconds: float, *, has_time: bool
+) -> None:
+    recommended = {"MALLOC_TRIM_THRESHOLD_": "1"}
+    search = searched(start_seconds=11.0, budget_seconds=budget_seconds, device="cpu")
+    search.job_defaults = replace(search.job_defaults, are_trials_fresh=True, environment=recommended)
+    search.backend.start_seconds = None
+    for setting in (FP32, BF16):
+        search.run(_Once(setting))
+    search.run(Checks())
+    assert search.planner.confirming_environment(search.ledger) == (recommended if has_time else {})
+    search.ledger.append(replace(search.ledger.records[1], purpose="confirm", round=1, environment=recommended))
+    assert search.planner.confirming_environment(search.ledger) == recommended, "as the confirmation began"
+    search.job_defaults = replace(search.job_defaults, are_trials_fresh=False)
+    search.ledger.records = search.ledger.records[:-1]
+    search.ledger._clear_derived_values()
+    assert search.planner.confirming_environment(search.ledger) == recommended, "no trial counts as a confirmation"
 
 
 class _Once:

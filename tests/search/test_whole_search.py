@@ -112,7 +112,7 @@ def test_checks_that_never_end_leave_the_search_its_time(tmp_path: Path) -> None
     search = ScriptedSearch(space(), Machine(tmp_path).answer, 2000.0, check_answer=never_ends, folder=tmp_path)
     search.explore(is_checked=True)
     purposes = [r.purpose for r in search.records]
-    assert purposes[purposes.index("fidelity") :].count("search") >= 2
+    assert "search" in purposes[purposes.index("fidelity") :]
     assert search.planner.seconds_before_confirmation(search.ledger) > 0
 
 

@@ -114,13 +114,14 @@ class PromisingSettings(_ExplorationStage):
 
 
 def exploration_stages(study: Study) -> tuple[Stage, ...]:
-    """Return the exploration stages in order: every precision, a check of the fastest, then other batch sizes.
+    """Return the exploration stages in order: every precision, then other batch sizes, then a check of the fastest.
 
-    The check comes early, since other precisions take the place of one that it rules out. Settings nearly as fast as
-    the best are measured again after the further dimensions, which may gain more (`stages.variants`).
+    A check costs as much as two trials where processes start slowly. If it rules a precision out, the batch sizes of
+    others are tried, of which the fastest is checked. Settings nearly as fast as the best are measured again after the
+    further dimensions, which may gain more (`stages.variants`).
     """
-    seeds, checks = SeedSettings(study), Checks(only_winner=True)
-    return seeds, checks, AccumulationCheck(), seeds, PromisingSettings(study), checks, seeds
+    seeds, promising, checks = SeedSettings(study), PromisingSettings(study), Checks(only_winner=True)
+    return seeds, AccumulationCheck(), seeds, promising, checks, seeds, promising, checks, seeds
 
 
 def untried_seed(ledger: Ledger, job_defaults: JobDefaults) -> Setting | None:
