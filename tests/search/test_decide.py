@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_backend import accumulation, fidelity, ledger_of, shortlist
+from scripted_backend import accumulation, described, fidelity, ledger_of, shortlist
 from scripted_backend import measurement as measured
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
@@ -501,6 +501,13 @@ def test_what_confirms_an_answer_is_what_the_search_ended_for_want_of(was_interr
 def test_nothing_is_said_of_settings_that_did_not_run() -> None:
     assert "nothing else that was tried ran" in decided(Log().add(FP32, 100.0).add(BF16, OOM)).reason
     assert "of 2 settings measured none" in decided(Log().add(FP32, 100.0).add(BF16, 50.0)).reason
+
+
+def test_the_efficiency_of_ranks_is_over_as_many_times_one_of_them() -> None:
+    log = Log().add(FP32, 300.0).confirm(FP32, *[300.0] * 3).add(FP32, 100.0, "one_rank")
+    ranks = decided(log, description=described(num_ranks=4, is_ranked=True)).evidence.ranks
+    assert ranks is not None
+    assert ranks.efficiency == pytest.approx(0.75)
 
 
 def test_a_gain_is_over_the_baseline_as_it_ran_then() -> None:
