@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune_amp.core.setting import Setting
-from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, MAX_WARMUP_STEPS, Trial, should_continue_warmup, stop_reason
+from autotune_amp.trial.jobs import (
+    MAX_FALLING_SECONDS,
+    MAX_WARMUP_STEPS,
+    MEASURE_SECONDS,
+    NUM_TRIALS_FORESEEN,
+    Trial,
+    measurement_limit_seconds,
+    should_continue_warmup,
+    stop_reason,
+)
 
 FP32 = Setting(precision="fp32", batch_size=8)
 STEADY, RESTLESS = [0.1] * 8, [0.1, 0.3] * 4
@@ -54,6 +63,11 @@ def reason(
 )
 def test_what_ends_measuring(steps: list[float], fields: dict[str, Any], expected: str | None) -> None:
     assert reason(steps, **fields) == expected
+
+
+@pytest.mark.parametrize("budget_seconds", [1.0, 30.0, 32.0, 600.0])
+def test_many_trials_fit_into_a_small_budget_and_in_a_large_one_each_is_short(budget_seconds: float) -> None:
+    assert measurement_limit_seconds(budget_seconds) <= min(MEASURE_SECONDS, budget_seconds / NUM_TRIALS_FORESEEN)
 
 
 def falls(groups: list[float], num_steps: int = 10, warming_seconds: float = 0.1) -> bool:
