@@ -234,7 +234,7 @@ loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
 others = torch.utils.data.DataLoader(data, batch_size=64)
 for number, (x, y) in enumerate(loader):
     if number % 8 == 0:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for z, _ in others:
                 model(z)
     optimizer.zero_grad()
@@ -243,6 +243,7 @@ for number, (x, y) in enumerate(loader):
 """
     rank = only(train(text))
     assert len(rank.training_loaders) == 1
+    assert not any(step.regions for step in rank.steps)
     assert per_step(rank) == {(8, 1)}
     assert 0 < len(list(rank.intervals())) < len(rank.warm_steps) - 1, "some of them hold an evaluation"
 

@@ -13,6 +13,7 @@ from autotune_amp.command.measure import (
     is_enough,
     measurement,
     precision_of,
+    predicted_measurement_seconds,
     todays_precision,
 )
 from autotune_amp.command.messages import Message, Switch
@@ -47,6 +48,18 @@ def test_what_counts_against_the_limit_is_all_processes_on_a_cpu_and_the_largest
     found = measured(said.trained([10, 10], reserved_memory_bytes=1500), memory_bytes=5000)
     assert isinstance(found, Measurement)
     assert (found.peak_memory_bytes, found.reserved_memory_bytes) == (1000, 1500)
+
+
+def test_a_run_is_measured_once_its_slowest_rank_is() -> None:
+    def predicted(*step_seconds: float) -> float | None:
+        messages: list[Message] = []
+        for rank, seconds in enumerate(step_seconds):
+            messages += [said.optimizer(rank, rank, len(step_seconds))]
+            messages += [said.step(rank, number, time=1.0 + seconds * number) for number in range(1, 4)]
+        return predicted_measurement_seconds(said.heard(messages), 1.0)
+
+    assert predicted(0.1, 0.4) == predicted(0.4, 0.4)
+    assert predicted(0.1, 0.1) == pytest.approx((predicted(0.4, 0.4) or 0.0) / 4)
 
 
 def test_a_loss_that_is_no_number_is_no_measurement() -> None:

@@ -142,6 +142,7 @@ def test_ranks_that_wait_are_not_those_that_hang() -> None:
 def test_a_rank_is_known_before_its_first_step_and_what_it_starts_is_none() -> None:
     processes = [said.torch(10), *(said.torch(20 + rank, rank, 2, parent=10) for rank in range(2))]
     processes += [said.torch(30, 1, 2, parent=21), said.torch(31, 0, 2, parent=20, worker="Process-1")]
+    processes.append(said.torch(41, 0, 2, parent=40, worker="ForkServerProcess-1"))  # its parent has no torch
     random.shuffle(processes)
     heard = said.heard(processes)
     assert heard.rank_by_pid == {20: 0, 21: 1}

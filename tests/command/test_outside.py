@@ -138,6 +138,21 @@ for x, y in loader:
     assert (the("precision", as_off).was, the("precision", as_on).was) == ("bf16", None)
 
 
+def test_a_region_that_is_off_beside_others_that_are_on_stays_off(ran: Ran) -> None:
+    text = """
+for x, y in loader:
+    with torch.autocast('cpu', torch.bfloat16):
+        hidden = model[:2](x)
+    with torch.autocast('cpu', enabled=False):
+        output = model[2](hidden.float())
+    assert output.dtype == torch.float32
+    loss_of(output, y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    assert losses(ran(LOADER + text, precision="bf16")) == losses(ran(LOADER + text))
+
+
 @pytest.mark.parametrize(
     "compiles",
     [

@@ -135,6 +135,15 @@ def test_a_rank_that_hangs_is_named_with_its_stack_first() -> None:
     assert found.details.index("sleeping") < found.details.index("waiting")
 
 
+def test_where_all_ranks_hang_alike_none_is_named() -> None:
+    heard = said.trained([2, 2])
+    for pid in (100, 101):
+        heard.add(Stack(pid=pid, time=0.0, text="sleeping", at=("train.py",)))
+    kind, message = of(heard, seconds=101.0)
+    assert kind == "timeout"
+    assert "rank" not in message
+
+
 def test_a_rank_that_is_not_heard_is_counted() -> None:
     heard = said.trained([5, 0])
     assert "1 of 2 ranks" in of(heard, seconds=60.0)[1]

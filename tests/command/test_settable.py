@@ -93,6 +93,7 @@ def test_what_cannot_be_set(command: str, about: dict[str, Any], expected: set[s
         ({"bf16": "no"}, ("fp32", 4)),
         ({"batch_size": "no"}, ("bf16", 8)),
         ({"batch_size": "no", "bf16": "no"}, None),
+        ({"accumulation_steps": "no"}, ("bf16", 4)),  # then another total is tried too
     ],
 )
 def test_a_probe_changes_all_that_can_be_changed(cannot: dict[str, str], expected: tuple[str, int] | None) -> None:

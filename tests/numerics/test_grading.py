@@ -70,6 +70,7 @@ CASES: list[tuple[dict[str, Any], Verdict, str]] = [
     ({"common_error_interval": (0.0, 0.06)}, "undecided", "up to 6 %"),
     ({"common_error": 0.03, "common_error_interval": (0.01, 0.04)}, "faithful", ""),  # maybe by chance
     ({"common_error": 0.8, "common_error_interval": (0.6, 1.0)}, "unfaithful", "80 % of the gradient"),
+    ({"common_error": 0.4, "common_error_interval": (0.2, 0.6)}, "doubtful", "40 % of the gradient"),
     ({"most_common": damage(least=0.6)}, "undecided", "body.weight"),
     ({"most_common": damage(least=0.6), "divergence": TOGETHER}, "faithful", ""),
     ({"divergence": parted(0.5, resolution=0.6)}, "faithful", ""),  # the loss rounds

@@ -254,6 +254,7 @@ def test_numbers_that_are_not_finite_raise_nothing() -> None:
         ([[4.0], [1.0], [3.0]], [4, 1, 3], "sum"),
         ([[2.5], [1.0], [3.0]], [2.5, 1, 3], "unchecked"),  # of collinear gradients many weights fit
         ([[1.0, 1.0], [1.0, 0.0], [1.0, 1e-5]], [1e5, 0, 1], "unchecked"),  # one of a hundred thousand is no finding
+        ([[1.0, 0.7 * 1.7e-4], [1.0, 0.0], [1.0, 1.7e-4]], [0.7, 0, 1], "unchecked"),  # off by more than a twentieth
         ([[0.3, 0.7], [1.0, 0.0], [0.0, 1.0]], [0.7, 0, 1], "weighted"),
         ([[0.3, 0.7], [1.0, 0.0], [0.0, 1.0]], [0.2, 0, 1], "inexact"),
         ([[0.3, 0.7, 1.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], [0.7, 0, 1], "inexact"),

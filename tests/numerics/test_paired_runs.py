@@ -120,6 +120,7 @@ def test_what_is_lost_by_hand() -> None:
     found = lost(torch.ones(3, dtype=torch.bfloat16), torch.tensor([0.25, 0.75, 0.0]) * 2.0**-7)
     assert found == LostUpdates(weights="bf16", lost_share=0.5)  # of the two that move at all
     # A mask of -inf, and a step past the end of the format, are no rounding.
-    odd = lost(torch.tensor([-math.inf, 1.0, 1.0], dtype=torch.float16), torch.tensor([0.0, 1e6, 2.0**-3]))
-    assert odd == LostUpdates(weights="fp16", lost_share=0.0)
+    weights = torch.tensor([-math.inf, 1.0, 1.0, 1.0], dtype=torch.float16)
+    odd = lost(weights, torch.tensor([0.0, 1e6, 2.0**-3, 2.0**-13]))
+    assert odd == LostUpdates(weights="fp16", lost_share=0.5)
     assert lost(torch.ones(2), torch.ones(2)) is lost(torch.ones(2).bfloat16(), torch.zeros(2)) is None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +26,15 @@ from autotune_amp.core.outcome import Description, Failure, FailureKind, Measure
 from autotune_amp.core.setting import Setting
 from autotune_amp.distributed import free_port
 from autotune_amp.processes.devices import rank_slots
-from autotune_amp.processes.local import Isolation, LocalBackend, Payload
+from autotune_amp.processes.local import CompletedHandle, Isolation, LocalBackend, Payload
 from autotune_amp.processes.process import ENDED
-from autotune_amp.processes.ranks import GRACE_SECONDS, RankedBackend, RankGrace, _causing_failure_of_ranks
+from autotune_amp.processes.ranks import (
+    GRACE_SECONDS,
+    RankedBackend,
+    RankGrace,
+    _causing_failure_of_ranks,
+    _RankedHandle,
+)
 from autotune_amp.trial.jobs import Check, Describe, Trial
 from autotune_amp.trial.training import Training
 
@@ -297,6 +305,17 @@ def test_of_an_accumulating_step_the_last_pass_alone_is_exchanged(monkeypatch: p
 
 def failure(kind: FailureKind, message: str = "so") -> Failure:
     return Failure(kind=kind, message=message)
+
+
+def test_a_trial_has_started_once_its_last_rank_has() -> None:
+    start_seconds = iter([7.0, 2.0])
+    ranks: Any = SimpleNamespace(
+        slots=rank_slots(2, "cpu"),
+        end_event=lambda slot: threading.Event(),
+        submit=lambda job, slot: CompletedHandle(None, next(start_seconds)),
+    )
+    trial = Trial(candidate=Setting(precision="fp32", batch_size=4), device="cpu", num_ranks=2)
+    assert _RankedHandle(ranks, trial).start_seconds == 7.0
 
 
 TOKENS = "cannot restore the cached tokens"

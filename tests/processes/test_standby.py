@@ -289,6 +289,17 @@ def test_one_that_takes_too_long_to_load_is_waited_for_no_longer_than_the_job_ma
         search.measured()
 
 
+def test_what_is_loaded_in_advance_leaves_a_job_half_of_its_time_to_load(
+    shared: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_seconds = []
+    monkeypatch.setattr(shared.standby, "num_wanted", 1)
+    monkeypatch.setattr(shared.standby, "begin", lambda *_: None)
+    monkeypatch.setattr(shared.standby, "load", lambda _, until: left_seconds.append(until - time.monotonic()))
+    shared.backend.submit(shared.trial(loading_seconds=1000.0)).result()
+    assert left_seconds == [pytest.approx(500.0, abs=100.0)]
+
+
 def confirming(search: Search, *, shares_processes: bool) -> ConfirmationBackend:
     return ConfirmationBackend(
         lambda variables: search.make("kept", variables), Slot("cpu"), shares_processes=shares_processes

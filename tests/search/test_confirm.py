@@ -8,12 +8,23 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from scripted_backend import ScriptedBackend, ScriptedSearch, calibration, candidate, described, hardware, measured
+from scripted_backend import (
+    ScriptedBackend,
+    ScriptedSearch,
+    calibration,
+    candidate,
+    described,
+    hardware,
+    ledger_of,
+    measured,
+)
+from test_decide import Log
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.devices import ConfirmationBackend
 from autotune_amp.processes.local import Slot
+from autotune_amp.search.gains import gain_and_rounds_to_settle
 from autotune_amp.search.ledger import LOSS_SCALE, Shortlist
 from autotune_amp.search.loss_scales import Scales
 from autotune_amp.search.planner import MIN_ROUNDS
@@ -150,6 +161,16 @@ def test_rounds_go_on_until_it_is_sure_who_is_faster(noise: float) -> None:
     num_rounds = machine.num_confirming(BF16)
     assert machine.num_confirming(FP32) == num_rounds
     assert MIN_ROUNDS < num_rounds <= MAX_ROUNDS if noise else num_rounds == MIN_ROUNDS
+
+
+def test_rounds_of_one_setting_alone_bring_a_comparison_no_nearer_to_its_end() -> None:
+    log = Log().confirm(FP32, *[100.0] * 3).confirm(BF16, 100.0, 120.0, 144.0)
+    space = Space(candidates=(FP32, BF16), baseline=FP32)
+    rounds = gain_and_rounds_to_settle(ledger_of(log.records, space), Shortlist(BF16, None, FP32), {})
+    for number in (3, 4):
+        log.add(BF16, 120.0, "confirm", round=number)
+    assert gain_and_rounds_to_settle(ledger_of(log.records, space), Shortlist(BF16, None, FP32), {}) == rounds
+    assert rounds is not None
 
 
 def test_a_failure_costs_its_own_row_and_a_process() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_backend import accumulation, fidelity, ledger_of, shortlist
+from scripted_backend import accumulation, described, fidelity, ledger_of, shortlist
 from scripted_backend import measurement as measured
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
@@ -17,7 +17,7 @@ from autotune_amp.core.recommendation import Decision, Exclusion, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import rate
 from autotune_amp.search.answer.decide import decide
-from autotune_amp.search.ranking import check_key, fidelity_verdicts, rank
+from autotune_amp.search.ranking import best_runs, check_key, fidelity_verdicts, rank
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.fallbacks import fallback_plans
 
@@ -143,6 +143,13 @@ def test_once_the_checks_are_over_what_has_none_comes_after_fp32() -> None:
     low = Space(candidates=(FP32, BF16), baseline=FP32, weights="bf16")  # then fp32 needs a check of its own
     assert ledger_of(Log().add(FP32, 100.0).add(BF16, 200.0).records, low).final_shortlist == (BF16, FP32, FP32)
     assert ledger_of([], where).final_shortlist is None
+
+
+def test_a_setting_is_as_fast_as_its_last_trial_until_it_is_confirmed() -> None:
+    log = Log().add(BF16, 100.0).add(BF16, 200.0)
+    assert best_runs(log.records, BF16, {}).speeds == [200.0]
+    log.confirm(BF16, 150.0)
+    assert best_runs(log.records, BF16, {}).speeds == [150.0]
 
 
 def test_what_failed_once_is_never_chosen() -> None:
@@ -501,6 +508,13 @@ def test_what_confirms_an_answer_is_what_the_search_ended_for_want_of(was_interr
 def test_nothing_is_said_of_settings_that_did_not_run() -> None:
     assert "nothing else that was tried ran" in decided(Log().add(FP32, 100.0).add(BF16, OOM)).reason
     assert "of 2 settings measured none" in decided(Log().add(FP32, 100.0).add(BF16, 50.0)).reason
+
+
+def test_the_efficiency_of_ranks_is_over_as_many_times_one_of_them() -> None:
+    log = Log().add(FP32, 300.0).confirm(FP32, *[300.0] * 3).add(FP32, 100.0, "one_rank")
+    ranks = decided(log, description=described(num_ranks=4, is_ranked=True)).evidence.ranks
+    assert ranks is not None
+    assert ranks.efficiency == pytest.approx(0.75)
 
 
 def test_a_gain_is_over_the_baseline_as_it_ran_then() -> None:

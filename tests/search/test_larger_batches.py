@@ -93,6 +93,7 @@ def test_it_ends_where_nothing_more_can_be_gained(machine: Machine, left_seconds
     best = max((size for size in tried if size <= machine.plateau and size < machine.oom_from), default=None)
     assert (None if decision.outlook is None else decision.outlook.batch_size) == best
     assert best is None or machine.searched.ledger.num_failures == 0, "an outlook that does not fit is none"
+    assert {excluded.batch_size for excluded in decision.excluded}.isdisjoint(tried)
 
 
 def test_the_time_left_is_kept() -> None:

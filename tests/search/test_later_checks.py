@@ -147,6 +147,20 @@ def test_it_keeps_to_its_share(tmp_path: Path) -> None:
     assert 0 < second <= share - CHECK_SECONDS
 
 
+def test_a_check_and_the_training_before_it_end_by_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_seconds = 0.02  # slow enough that the time and not the largest number of steps is the limit
+    monkeypatch.setitem(FIRST, "fp32_step_seconds", step_seconds)
+    checks = [check for check in looked_at(tmp_path)[0].searched.backend.checks if check.num_steps_before]
+    assert checks
+    for check in checks:
+        assert check.num_steps_before < MAX_STEPS_BEFORE
+        assert check.aim_seconds is not None
+        assert check.deadline_seconds is not None
+        assert check.num_steps_before * step_seconds + check.aim_seconds <= check.deadline_seconds
+
+
 @pytest.mark.parametrize(
     ("kind", "verdict"), [("nonfinite", "unfaithful"), ("unsupported", "unfaithful"), ("timeout", "unchecked")]
 )

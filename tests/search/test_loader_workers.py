@@ -203,3 +203,13 @@ def test_where_nothing_waits_any_more_what_the_wait_hid_is_explored_with_those_w
     )
     found = LoaderWorkers(Checks()).next(still.ledger, still.searched.planner)
     assert found is None or found.candidate.batch_size <= 32
+
+
+def test_other_batch_sizes_are_tried_with_the_fewest_workers_that_end_the_wait() -> None:
+    machine = LoadingMachine(load_rate=100.0, num_cpus=16)
+    today = candidate("bf16", 16)
+    machine.searched.measure(SPACE.baseline, today, *(msgspec.structs.replace(today, num_workers=n) for n in (1, 2, 4)))
+    planner = machine.searched.planner
+    found = LoaderWorkers(Checks())._promising(machine.ledger, planner, planner.budget.left())
+    assert found is not None
+    assert (found.batch_size > today.batch_size, found.num_workers) == (True, 1)

@@ -10,6 +10,7 @@ from autotune_amp.core.evidence import Objective
 from autotune_amp.core.outcome import Measurement, Verdict
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.ranking import Merit, contenders, is_worth_a_change, least_speed, rank, rank_for, tier
+from autotune_amp.search.ranking import merit as merit_of
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import CheckAction, next_action
 from autotune_amp.search.stages.explore import smaller_seed
@@ -59,6 +60,11 @@ def test_memory(merits: dict[Setting, Merit], ranking: list[Setting]) -> None:
 def test_energy(merits: dict[Setting, Merit], ranking: list[Setting]) -> None:
     assert rank_for("energy", merits) == ranking
     assert rank_for("energy", merits, tiers={ranking[0]: 2})[-1] == ranking[0], "a lower tier comes first"
+
+
+def test_a_setting_takes_the_largest_of_its_peaks_and_pays_for_the_samples_that_are_lost() -> None:
+    processes = [took(100, 200, joules=1.0), took(100, 300, joules=1.0)]
+    assert merit_of(processes, applied_share=0.5) == merit(50, 300, joules=2.0)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from scripted_backend import ScriptedSearch, candidate, described, hardware, measured
 
-from autotune_amp.core.outcome import Failure, Outcome
+from autotune_amp.core.outcome import Failure, Measurement, Outcome
 from autotune_amp.search.planner import CONFIRM_SECONDS, CUT_RATIO, MIN_JOB_GAIN, MIN_ROUNDS, Planner
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks
@@ -189,6 +189,30 @@ def test_a_check_may_take_some_times_what_it_is_foreseen_to_and_half_of_what_is_
     late = search.planner.check(search.ledger, "fidelity", BF16)
     assert late.deadline_seconds is not None
     assert 10.0 <= late.deadline_seconds <= 20.0
+
+
+def test_a_check_that_is_late_may_take_half_of_what_is_left_though_the_confirmation_should_have_begun() -> None:
+    search = searched(start_seconds=10.0, budget_seconds=300.0)
+    search.measure(FP32, BF16)
+    planner = search.planner
+    assert planner.num_rounds(search.ledger) == MIN_ROUNDS
+    search.budget.now = search.budget.seconds - 20.0
+    assert planner.seconds_before_confirmation(search.ledger) < 0.0
+    assert planner.check(search.ledger, "fidelity", BF16).deadline_seconds == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(("start_seconds", "run_seconds"), [(0.0, 9.0), (2.0, 6.0)], ids=["kept", "fresh"])
+def test_a_run_in_a_process_that_is_kept_builds_its_model_as_part_of_itself(
+    start_seconds: float, run_seconds: float
+) -> None:
+    search = searched()
+    search.measure(FP32)
+    (record,) = search.ledger.records
+    assert isinstance(record.outcome, Measurement)
+    outcome = replace(record.outcome, build_seconds=1.0, context_seconds=0.0)
+    confirming = replace(record, purpose="confirm", round=0, seconds=9.0, start_seconds=start_seconds, outcome=outcome)
+    search.ledger.append(confirming)
+    assert search.planner.run_seconds(search.ledger, FP32) == pytest.approx(run_seconds)
 
 
 def test_what_is_bought_is_said_before_the_first_trial() -> None:

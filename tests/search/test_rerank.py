@@ -143,6 +143,9 @@ def test_what_a_training_takes_and_costs(finished: tuple[Recommendation, StudyFo
     assert shared.price == pytest.approx(3 * shared.hours)
     assert shared.price_interval == pytest.approx(tuple(3 * hours for hours in shared.hours_interval))
     assert "3 an hour" in job_line(shared)
+    of_two_ranks = cost_of_training(config, finished[0].evidence, SearchOptions.from_user(steps=1000), 2)
+    assert of_two_ranks is not None
+    assert of_two_ranks.num_samples == 2 * 1000 * effective, "each step takes a batch on each rank"
 
 
 def test_without_its_records_nothing_is_ranked(finished: tuple[Recommendation, StudyFolder], tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def run(
         ([(4, 1000), (32, 1000), (64, 1640)], 128, 2920),  # the plateau of the optimizer's step
         ([(64, 1640), (4, 1000), (32, 1000)], 1, 1000),
         ([(32, 640), (64, 600)], 512, 600),  # noise is no negative slope
+        ([(32, 640), (64, 600)], 8, 600),
     ],
 )
 def test_the_memory_model(points: list[tuple[int, int]], size: int, expected: float) -> None:

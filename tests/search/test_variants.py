@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 from profile_samples import host_step, profiled
-from scripted_backend import ScriptedSearch, all_well, described, fidelity, hardware, measurement, out_of_memory
+from scripted_backend import (
+    ScriptedSearch,
+    all_well,
+    described,
+    fidelity,
+    hardware,
+    ledger_of,
+    measurement,
+    out_of_memory,
+)
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Failure, Measurement, Outcome, Profiled, Record
@@ -17,7 +26,7 @@ from autotune_amp.dimensions import COMPILE
 from autotune_amp.search import planner
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
-from autotune_amp.search.space import build_space
+from autotune_amp.search.space import Space, build_space
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.variants import Variants, reason_not_to_try, variant_rows
 from autotune_amp.trial.jobs import Check, Trial
@@ -213,6 +222,22 @@ def test_a_mode_that_alone_is_asked_for_is_tried_and_memory_does_not_count_secon
     tried, found, _ = searched({"default": 0.999}, options={"try_": "compile", "objective": "memory", "steps": 30})
     assert tried
     assert found["compile", "default"].status != "excluded"
+
+
+def test_the_longest_compilation_is_what_has_to_be_paid_back() -> None:
+    eager = Setting(precision="bf16", batch_size=32)
+    compiled = COMPILE.on(eager, "default")
+    outcomes = [
+        (eager, measurement(100.0)),
+        (compiled, measurement(200.0, first_step_seconds=20.0)),
+        (compiled, measurement(200.0, first_step_seconds=4.0)),  # the compiler's cache is warm by then
+    ]
+    records = [
+        Record(search_id="s", number=number, candidate=setting, purpose="search", outcome=outcome, seconds=30.0)
+        for number, (setting, outcome) in enumerate(outcomes, 1)
+    ]
+    ledger = ledger_of(records, Space(candidates=(eager,), baseline=eager))
+    assert ledger.break_even_steps(compiled) == pytest.approx(20.0 / (32 / 100 - 32 / 200))
 
 
 def test_what_is_ruled_out_is_nothing_to_pay_back_against() -> None:

@@ -10,9 +10,20 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_backend import measurement
 
+from autotune_amp.core.outcome import Failure, FailureKind
 from autotune_amp.core.setting import Setting
-from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, MAX_WARMUP_STEPS, Trial, should_continue_warmup, stop_reason
+from autotune_amp.trial.jobs import (
+    MAX_FALLING_SECONDS,
+    MAX_WARMUP_STEPS,
+    MEASURE_SECONDS,
+    NUM_TRIALS_FORESEEN,
+    Trial,
+    measurement_limit_seconds,
+    should_continue_warmup,
+    stop_reason,
+)
 
 FP32 = Setting(precision="fp32", batch_size=8)
 STEADY, RESTLESS = [0.1] * 8, [0.1, 0.3] * 4
@@ -54,6 +65,19 @@ def reason(
 )
 def test_what_ends_measuring(steps: list[float], fields: dict[str, Any], expected: str | None) -> None:
     assert reason(steps, **fields) == expected
+
+
+@pytest.mark.parametrize("budget_seconds", [1.0, 30.0, 32.0, 600.0])
+def test_many_trials_fit_into_a_small_budget_and_in_a_large_one_each_is_short(budget_seconds: float) -> None:
+    assert measurement_limit_seconds(budget_seconds) <= min(MEASURE_SECONDS, budget_seconds / NUM_TRIALS_FORESEEN)
+
+
+@pytest.mark.parametrize(("kind", "is_kept"), [("timeout", True), ("crash", False), ("oom", False)])
+def test_what_was_measured_outlasts_an_evaluation_without_an_end_but_no_death_of_the_process(
+    kind: FailureKind, is_kept: bool
+) -> None:
+    so_far, failure = measurement(100.0), Failure(kind=kind, message="while it evaluated")
+    assert Trial(candidate=FP32, device="cpu").after(failure, so_far) is (so_far if is_kept else failure)
 
 
 def falls(groups: list[float], num_steps: int = 10, warming_seconds: float = 0.1) -> bool:

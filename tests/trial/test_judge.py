@@ -172,6 +172,12 @@ def test_an_exit(
     assert says in found.message
 
 
+def test_what_a_process_that_exits_without_an_error_has_printed_is_not_its_end() -> None:
+    found = judge(RunEvidence(has_ended=True, exit_status=0, output=FULL))
+    assert found is not None
+    assert found.kind == "crash"
+
+
 @ways
 @pytest.mark.parametrize("is_ready", [False, True])
 def test_a_hang(monkeypatch: pytest.MonkeyPatch, *, is_ready: bool, is_command: bool) -> None:

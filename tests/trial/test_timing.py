@@ -235,6 +235,14 @@ def test_batches_that_come_in_bursts_are_measured_in_whole_bursts(
     assert found.data_seconds == pytest.approx(at_best - 0.03 * num_batches)
 
 
+@pytest.mark.parametrize(("num_workers", "num_batches", "num_groups"), [(12, 1, 12), (6, 4, 3), (4, 4, 1), (3, 2, 3)])
+def test_a_burst_is_over_as_soon_as_each_worker_has_given_equally_many(
+    num_workers: int, num_batches: int, num_groups: int
+) -> None:
+    training: Any = Bursting(num_workers, accumulation_steps=num_batches)
+    assert timing.groups_per_loader_round(training) == num_groups
+
+
 def test_a_slow_loader_does_not_use_the_trial_up_before_it_measures(clock: SimpleNamespace) -> None:
     training = Scripted(constant(0.1), num_steps=(2, 2), measure_seconds=5.0)
     training.data_seconds, training.num_loaded_ahead = 2.0, 100

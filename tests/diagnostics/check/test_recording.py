@@ -64,6 +64,13 @@ def test_sizes_of_large_products(width: int, precisions: tuple[str, ...] | None)
     )
 
 
+def test_a_small_size_needs_no_tile_of_fp8() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 72), nn.Linear(72, 8))
+
+    assert report(Workload(model, check_samples.squares, lambda n: torch.randn(n, 16))).findings == ()
+
+
 def test_every_rule_has_a_sick_sample() -> None:
     elsewhere = {"sizes", *("clipping", "old_interface", "scaler")}  # the last three in test_reading.py
     assert {rule for rule, _ in check_samples.SAMPLES.values()} | elsewhere == {rule.name for rule in rules.RULES}

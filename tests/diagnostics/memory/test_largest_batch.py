@@ -21,6 +21,7 @@ from autotune_amp.diagnostics.memory.profile_memory import (
     largest_batch,
     largest_fitting_size,
     measure_precision,
+    next_batch_size,
 )
 from autotune_amp.diagnostics.memory.results import LargestBatch
 
@@ -99,6 +100,18 @@ def test_a_line_that_does_not_hold_farther_up_is_found_out(curve: Curve, limit: 
     assert found.batch_size is not None
     assert found.cautious_batch_size is not None
     assert 0.9 * found.batch_size <= found.cautious_batch_size <= found.batch_size
+
+
+@pytest.mark.parametrize(
+    ("measured", "size"),
+    [
+        ({8: None, 4: 100}, 2),  # what ran out of memory is not measured again
+        ({4: 100, 8: 180, 64: 1600}, 40),  # what is over the limit is not near it
+        ({4: 100, 8: 180, 44: 950}, None),
+    ],
+)
+def test_what_is_measured_next(measured: dict[int, int | None], size: int | None) -> None:
+    assert next_batch_size(measured, 8, 1000, 5000, None) == size
 
 
 def test_below_the_plateau_of_the_optimizer_nothing_fits() -> None:
