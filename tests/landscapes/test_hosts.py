@@ -285,7 +285,7 @@ def test_a_search_that_cannot_load_the_workload_in_its_budget_has_no_answer() ->
             None,
             4,
             0.1,
-        ),  # a check would take the time of two trials
+        ),  # a check costs two trials
     ],
 )
 def test_trainings_on_a_card_end_where_a_person_would(
