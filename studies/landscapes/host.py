@@ -22,6 +22,7 @@ from replay import Done, ReplayBudget, check_seconds, first, play, well
 from search_replay import Replayed, play_search
 
 from autotune_amp.core.outcome import CheckOutcome, Failure, Fidelity, Measurement, Outcome
+from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.devices import ConfirmationBackend
 from autotune_amp.processes.local import Ability, Isolation, Slot
@@ -45,7 +46,8 @@ class Host:
     A process takes `start_seconds` to start Python and import the workload, and `build_seconds` to build it the first
     time. `can_fork`: jobs are forked from a template; else they run in one process until a failure ends it, beside one
     that stands by where there are cores for it. `is_command`: every run is a process of its own. A job's process is
-    killed at a random moment with the probability `death_share`.
+    killed at a random moment with the probability `death_share`. A check finds that the `harmful` precisions harm what
+    the model learns.
     """
 
     start_seconds: float
@@ -54,6 +56,7 @@ class Host:
     num_cores: int = 16
     is_command: bool = False
     death_share: float = 0.0
+    harmful: tuple[Precision, ...] = ()
 
     @property
     def load_seconds(self) -> float:
@@ -327,6 +330,8 @@ class HostBackend:
         found = well(spec)
         if isinstance(found, Fidelity):
             found = replace(found, fp32_step_seconds=fp32_step, num_steps_before=spec.num_steps_before)
+            if found.precision in self._host.harmful:
+                found = replace(found, verdict="unfaithful")
         return found, seconds
 
 

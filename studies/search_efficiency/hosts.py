@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -30,11 +31,14 @@ from tables import head, put, row
 
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.precisions import Precision
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.ranking import PLATEAU
 
 RESULTS = paths.RESULTS / "hosts"
 BEFORE, AFTER = "before", "after"
+CHECK_FIRST = "check first"  # by the rules of commit e9d667d, which checked the fastest before other batch sizes
+HARMFUL = "harmful"  # ends the name of searches that find bf16 and fp16 unfaithful
 FACTORS: dict[str, tuple[Any, ...]] = {
     "start": (0.1, 5.0, 20.0, 60.0),
     "build": (0.0, 8.0),
@@ -65,8 +69,8 @@ class Case:
         return f"{self.form.shape.name}, further dimensions" if is_more else self.form.shape.name
 
 
-def cases() -> Iterator[Case]:
-    """Yield searches that cover every pair of levels of two factors on every landscape."""
+def cases(harmful: tuple[Precision, ...] = ()) -> Iterator[Case]:
+    """Yield searches that cover every pair of levels of two factors on every landscape, with `harmful` precisions."""
     shapes = [*itertools.product(SHAPES, (False, True)), *((shape, True) for shape in measured_shapes())]
     for shape, with_variants in shapes:
         for seed, levels in enumerate(covering(FACTORS, random.Random(f"{shape.name} {with_variants}"))):
@@ -77,6 +81,7 @@ def cases() -> Iterator[Case]:
                 num_cores=levels["cores"],
                 is_command=levels["processes"] == "command",
                 death_share=levels["deaths"],
+                harmful=harmful,
             )
             yield Case(ClosedForm(shape, levels["noise"], with_variants=with_variants), host, levels["budget"], seed)
 
@@ -154,12 +159,16 @@ def starts_fit(line: Line) -> bool:
     return line["budget"] is not None and num_starts * (line["start"] + line["build"]) <= line["budget"]
 
 
-def play(name: str) -> None:
-    """Play every case and write a line for each."""
+def _file(name: str) -> Path:
+    return RESULTS / f"{name.replace(' ', '_')}.jsonl"
+
+
+def play(name: str, harmful: tuple[Precision, ...] = ()) -> None:
+    """Play every case and write a line for each. Checks find the `harmful` precisions unfaithful."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    with (RESULTS / f"{name}.jsonl").open("w") as file:
-        lines = [json.dumps(searched(case), separators=(",", ":")) + "\n" for case in cases()]
+    with _file(name).open("w") as file:
+        lines = [json.dumps(searched(case), separators=(",", ":")) + "\n" for case in cases(harmful)]
         file.writelines(lines)
     print(f"{len(lines)} searches in {time.monotonic() - began:.0f} s", file=sys.stderr)
 
@@ -323,16 +332,29 @@ def landscape_table(by_name: dict[str, list[Line]]) -> list[str]:
     return table
 
 
+def order_table(by_name: dict[str, list[Line]]) -> list[str]:
+    """Return what searches of both orders of stages answer, with healthy and with harmful precisions."""
+    table = head(["searches", "gain over today's, default", "… given budgets", "confirmed, default", "median seconds"])
+    for name, lines in by_name.items():
+        default, given = by_default(lines), [line for line in lines if line["budget"] is not None]
+        gains = [fmean([line["gain"] for line in x if line["gain"] is not None]) for x in (default, given)]
+        seconds = median(line["seconds"] for line in default if line["seconds"] is not None)
+        confirmed = share([line["confirmed"] for line in default])
+        table.append(row([name, *(f"{gain:.2f}" for gain in gains), f"{confirmed:.0f} %", f"{seconds:.0f}"]))
+    return table
+
+
 def write() -> None:
     """Put the tables of what was played into the README."""
-    found = {name: RESULTS / f"{name}.jsonl" for name in (BEFORE, AFTER)}
-    by_name = {
-        name: [json.loads(line) for line in path.read_text().splitlines()]
-        for name, path in found.items()
-        if path.exists()
-    }
+
+    def played(*names: str) -> dict[str, list[Line]]:
+        return {name: list(map(json.loads, _file(name).read_text().splitlines())) for name in names}
+
+    compared = played(BEFORE, AFTER)
+    orders = played(CHECK_FIRST, AFTER, f"{CHECK_FIRST} {HARMFUL}", f"{AFTER} {HARMFUL}")
     tables = {"hosts": goal_table, "hosts by host": host_table, "hosts by landscape": landscape_table}
-    put(paths.HERE / "README.md", {name: make(by_name) for name, make in tables.items()})
+    found = {name: make(compared) for name, make in tables.items()}
+    put(paths.HERE / "README.md", {**found, "hosts by order": order_table(orders)})
 
 
 def main() -> None:
@@ -341,7 +363,7 @@ def main() -> None:
     parser.add_argument("name", nargs="?", default=AFTER)
     options = parser.parse_args()
     if options.step != "table":
-        play(options.name)
+        play(options.name, ("bf16", "fp16") if options.name.endswith(HARMFUL) else ())
     if options.step != "play":
         write()
 
