@@ -51,9 +51,12 @@ def check(spec: Check) -> CheckOutcome:
     return found
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recommendation, StudyFolder]:
-    """A search for speed, confirmed and saved."""
+@pytest.fixture(scope="module", params=[HELD, {}], ids=["recommended variables", "the user's own"])
+def finished(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Recommendation, StudyFolder]:
+    """A search for speed, confirmed in that environment and saved."""
+    environment = request.param
     folder = tmp_path_factory.mktemp("studies")
     device = hardware({"fp32": 1.0, "tf32": None, "bf16": 2.0, "fp16": 2.0, "fp8": None})
     space = build_space(device, WORKLOAD, OPTIONS)
@@ -61,12 +64,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recommendation, 
     ours.storage = "sqlite://"  # a commit to a file takes its time
     ours.explore(is_checked=True)
     assert ours.ledger.final_shortlist is not None
-    ours.confirm(ours.ledger.final_shortlist, HELD)
+    ours.confirm(ours.ledger.final_shortlist, environment)
     study_folder = StudyFolder(str(folder), "scripted")
     found = recommend(
         ours.ledger,
         options=OPTIONS,
-        environment=HELD,
+        environment=environment,
         hardware=device,
         workload=WORKLOAD,
         search=SearchSummary(

@@ -418,8 +418,11 @@ def rerank(saved: Recommendation, options: SearchOptions, folder: StudyFolder) -
     for setting, scale in [chosen_pair, *((r.candidate, r.loss_scale) for r in confirming)]:
         if scale is not None:
             ledger.replay(setting, (scale.init_scale, scale.growth_interval))
-    # Prefer the environment of the confirmation: the search may have run on another machine.
-    environments = filter(None, (*(r.environment for r in confirming), saved.config.environment))
+    # Prefer the environment of the confirmation: the search may have run on another machine, or had no time for the
+    # recommended variables. The baseline alone is confirmed in both.
+    of_contenders = [r.environment for r in confirming if r.candidate != space.baseline]
+    of_baseline = filter(None, (*(r.environment for r in confirming), saved.config.environment))
+    environments = iter(of_contenders or of_baseline)
     return recommend(
         ledger,
         options=new_options,
