@@ -135,7 +135,7 @@ def clear_up(created_list: str, aside: str, memory: str, began: float) -> None:
     """Move the paths listed in the file `created_list` to the folder `aside`; write those that stay to the file
     `memory`.
 
-    The supervisor process of a command calls it if the search was killed. Data written since `began` (seconds since the
+    The keeper of a command calls it if the search was killed. Data written since `began` (seconds since the
     epoch) are moved too, as they may be incomplete.
     """
     save_kept(Path(memory), set_aside(Path(created_list), Path(aside), began)[0])

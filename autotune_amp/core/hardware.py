@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.core import html
+from autotune_amp.core import markup
 from autotune_amp.core.documents import Count, NotNegative, Number, Positive, Whole
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.text import count, flops, one_line, size
@@ -112,10 +112,10 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     def to_html(self) -> str:
         """Return an HTML description for reports and notebooks."""
         columns = ("precision", "matrix products", "level", "reason")
-        return html.definition_list(self.facts()) + html.table(columns, self.precision_rows(), num_numeric=1)
+        return markup.definition_list(self.facts()) + markup.table(columns, self.precision_rows(), num_numeric=1)
 
     def _repr_html_(self) -> str:
-        return html.notebook_box("Hardware", self.to_html())
+        return markup.notebook_box("Hardware", self.to_html())
 
 
 class BusyProcess(msgspec.Struct, frozen=True, kw_only=True):

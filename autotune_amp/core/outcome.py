@@ -6,7 +6,7 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from autotune_amp.core import html
+from autotune_amp.core import markup
 from autotune_amp.core.config import RECOMMENDED_VARIABLES, LossScale, is_recommended
 from autotune_amp.core.documents import Count, Integer, NotNegative, Number, Positive, Share, Whole
 from autotune_amp.core.hardware import MachineLoad
@@ -259,8 +259,8 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
 
     def _repr_html_(self) -> str:
         cells = [module.cells() for module in self.most_damaged()]
-        table = html.table(DAMAGE_COLUMNS, cells, num_numeric=5) if cells else ""
-        return html.notebook_box(f"{self.heading()}: {self.verdict}", html.definition_list(self.facts()), table)
+        table = markup.table(DAMAGE_COLUMNS, cells, num_numeric=5) if cells else ""
+        return markup.notebook_box(f"{self.heading()}: {self.verdict}", markup.definition_list(self.facts()), table)
 
 
 # Least number of samples for a check of accumulation: two micro-batches of two, since BatchNorm cannot train on one.

@@ -52,7 +52,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from autotune_amp.core import evidence as explain
-from autotune_amp.core import html
+from autotune_amp.core import markup
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.documents import (
@@ -420,16 +420,16 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         trials = f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)}"
         device = f"{hardware.device} ({one_line(hardware.identity.name)})"
         certainty = [fact for fact in self.answer() if fact[0] in ("sure", "why")]
-        return html.tiles(tiles) + html.definition_list([*certainty, ("search", f"{trials} on {device}")])
+        return markup.tiles(tiles) + markup.definition_list([*certainty, ("search", f"{trials} on {device}")])
 
     def warnings_html(self) -> str:
         """Return the warnings as HTML; "" without any."""
         interrupted = ["The search was interrupted: this is the best so far."] * self.search.was_interrupted
-        return "".join(html.paragraph(one_line(text), "warning") for text in (*interrupted, *self.warnings))
+        return "".join(markup.paragraph(one_line(text), "warning") for text in (*interrupted, *self.warnings))
 
     def notes_html(self) -> str:
         """Return the notes as HTML; "" without any."""
-        return "".join(html.paragraph(one_line(note)) for note in self.notes)
+        return "".join(markup.paragraph(one_line(note)) for note in self.notes)
 
     def _gain_tile(self, baseline: str) -> tuple[str, str]:
         """Return the number of the speed-up tile and the note below it."""
@@ -445,9 +445,9 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     def _repr_html_(self) -> str:
         further = [fact for fact in self.facts() if fact[0] not in ("config", "reason", "warning")]
         title = f"{self.title()}: {explain.config_line(self.config, self.num_ranks)}"
-        details = {"Evidence": html.definition_list(further), "Notes": self.notes_html()}
-        folded = (html.collapsible(name, body) for name, body in details.items() if body)
-        return html.notebook_box(title, self.answer_html(), self.warnings_html(), *folded)
+        details = {"Evidence": markup.definition_list(further), "Notes": self.notes_html()}
+        folded = (markup.collapsible(name, body) for name, body in details.items() if body)
+        return markup.notebook_box(title, self.answer_html(), self.warnings_html(), *folded)
 
     @property
     def num_ranks(self) -> int:

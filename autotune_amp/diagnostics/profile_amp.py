@@ -39,7 +39,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from autotune_amp.core import html
+from autotune_amp.core import markup
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import Hardware
@@ -163,8 +163,8 @@ class AmpProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     def _repr_html_(self) -> str:
         cells = ([row.precision, *row_cells(row)] for row in self.rows)
-        return html.notebook_box(
-            heading(self), html.table(ROW_COLUMNS, cells, num_numeric=3), html.definition_list(facts(self))
+        return markup.notebook_box(
+            heading(self), markup.table(ROW_COLUMNS, cells, num_numeric=3), markup.definition_list(facts(self))
         )
 
     def to_json(self) -> str:

@@ -48,10 +48,14 @@ def keep(
     The program is started on `START` and ended on `END`. Its exit status, negative for a signal and 0 if it was ended,
     is sent once all its descendants have been killed. `REMOVE` ends it too, and removes the first folder. `mark` is the
     value of the environment variable by which the program's descendants are found, `parent` the parent's process id. If
-    the parent has ended or closed the connection, all `folders` are removed, and if the program was started
-    `when_orphaned` (a module, the name of a function in it, and the function's arguments) is called before.
+    the parent has ended or closed the connection, all `folders` are removed; before that `when_orphaned` (a module, the
+    name of a function in it, and the function's arguments) is called if the program was started and not yet ended on
+    request.
     """
     wakeup_read, wakeup_write = os.pipe()
+    poller = select.poll()
+    for descriptor in (wakeup_read, connection.fileno()):
+        poller.register(descriptor, select.POLLIN)
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write)
     for number in (signal.SIGCHLD, _PARENT_SIGNAL):
@@ -68,11 +72,13 @@ def keep(
     has_ended = is_orphaned = False
     request: bytes | None = None
     while request != REMOVE and not is_orphaned:
-        readable = select.select([wakeup_read, connection.fileno()], [], [], _PARENT_CHECK_SECONDS)[0]
+        readable = [descriptor for descriptor, _ in poller.poll(1000 * _PARENT_CHECK_SECONDS)]
         if wakeup_read in readable:
             os.read(wakeup_read, 1 << 10)
         request = _received(connection) if connection.fileno() in readable else None
         is_orphaned = request == b"" or os.getppid() != parent
+        if request == END:
+            when_orphaned = None  # from now on that is the parent's to do
         if has_ended:
             _reap_children(0)
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import getpass
 import json
 import os
@@ -53,8 +54,9 @@ class Program:
         self._mark = uuid.uuid4().hex
         self._folder = folder
         self._connection, keepers_end = socket.socketpair()
+        descriptor = fcntl.fcntl(keepers_end, fcntl.F_DUPFD_CLOEXEC, 3)  # standard streams may be closed here
         settings = {
-            "connection": keepers_end.fileno(),
+            "connection": descriptor,
             "mark": self._mark,
             "parent": os.getpid(),
             "path": sys.path,
@@ -62,16 +64,19 @@ class Program:
             "when_orphaned": when_orphaned,
         }
         try:
-            with keepers_end:
+            try:
                 self.popen: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: S603 - the keeper, with the program to start
                     [sys.executable, "-I", keeper.__file__, json.dumps(settings), *arguments],
                     env={**_inductor_cache_variable(), **environment, "TMPDIR": str(folder)},
-                    pass_fds=[keepers_end.fileno()],
+                    pass_fds=[descriptor],
                     start_new_session=True,  # Ctrl-C at the terminal is handled by this process alone
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
                 )
+            finally:
+                keepers_end.close()
+                os.close(descriptor)
         except OSError as error:
             self._connection.close()
             raise RunnerError(
@@ -85,7 +90,7 @@ class Program:
 
     def _wait_until_ready(self) -> None:
         """Wait until the keeper has made the folder. Raises `RunnerError` if it does not."""
-        if not select.select([self._connection], [], [], _START_SECONDS)[0]:
+        if not self._is_readable(_START_SECONDS):
             raise RunnerError(
                 f"The process that starts a trial did not make {self._folder} within {_START_SECONDS:.0f} s.",
                 "Search while the machine is less busy, or set TMPDIR to a folder on a local disk.",
@@ -124,7 +129,7 @@ class Program:
 
         It is negative for a signal and 0 if the program was ended; None if the program still runs.
         """
-        if not select.select([self._connection], [], [], seconds)[0]:
+        if not self._is_readable(seconds):
             return None
         try:
             status = self._connection.recv(16, socket.MSG_PEEK)  # the message stays to be read again
@@ -145,7 +150,7 @@ class Program:
     def close(self) -> None:
         """Have the keeper end the program and remove its folder, and wait until both are gone.
 
-        After Ctrl-C while this waits, the keeper does it all the same.
+        After Ctrl-C while this waits, the keeper does it all the same. Call nothing else afterwards.
         """
         self._request(keeper.REMOVE)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -154,6 +159,12 @@ class Program:
             self._kill_all()
             shutil.rmtree(self._folder, ignore_errors=True)
         self._connection.close()
+
+    def _is_readable(self, seconds: float | None) -> bool:
+        """Wait until the keeper has sent something or ended, at most this long, and return whether it has."""
+        poller = select.poll()  # `select.select` refuses descriptors from 1024 on
+        poller.register(self._connection, select.POLLIN)
+        return bool(poller.poll(None if seconds is None else 1000 * seconds))
 
     def _request(self, request: bytes) -> None:
         with contextlib.suppress(ConnectionError):  # the keeper was killed

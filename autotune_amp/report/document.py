@@ -13,7 +13,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from autotune_amp.core.html import style, text
+from autotune_amp.core.markup import style, text
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

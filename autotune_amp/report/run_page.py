@@ -13,7 +13,7 @@ import msgspec
 from plotly.graph_objects import Figure, Scatter
 from plotly.subplots import make_subplots
 
-from autotune_amp.core import html
+from autotune_amp.core import markup
 from autotune_amp.core.text import count, one_line
 from autotune_amp.report import document
 from autotune_amp.report.charts import PRECISION_STYLES, apply_layout, hover_label, line_trace, marker_trace
@@ -192,7 +192,7 @@ def _summary(run: LoggedRun) -> str:
     latest = (
         f"the last: {_kind(moves[-1])} at update {moves[-1].update:,}" if moves else "the controller changed nothing"
     )
-    tiles = html.tiles(
+    tiles = markup.tiles(
         [
             ("precision at the end", last.precision, scale),
             ("steps skipped", f"{100 * share:.2g} %", f"{causes} in {num_updates:,} updates"),
@@ -201,7 +201,7 @@ def _summary(run: LoggedRun) -> str:
     )
     if not (isinstance(last, MoveLine) and last.kind == "stop"):
         return tiles
-    return tiles + html.paragraph(f"The run was stopped at update {last.update:,}: {_reason(last)}.", "warning")
+    return tiles + markup.paragraph(f"The run was stopped at update {last.update:,}: {_reason(last)}.", "warning")
 
 
 def _title(starts: Sequence[Line]) -> str:
@@ -214,13 +214,13 @@ def _title(starts: Sequence[Line]) -> str:
 
 def _moves_table(moves: Sequence[MoveLine]) -> str:
     if not moves:
-        return html.paragraph("None: the controller changed nothing.")
+        return markup.paragraph("None: the controller changed nothing.")
     rows = [
         [str(number), f"{move.update:,}", f"{move.num_skips:,}", _kind(move), _precision_change(move), _reason(move)]
         for number, move in enumerate(moves, start=1)
     ]
     columns = ["move", "update", "skipped so far", "kind", "precision", "reason"]
-    return html.table(columns, rows, num_numeric=2)
+    return markup.table(columns, rows, num_numeric=2)
 
 
 def _run_facts(run: LoggedRun) -> str:
@@ -241,4 +241,4 @@ def _run_facts(run: LoggedRun) -> str:
         lines.append(("not shown", f"{count(run.num_other_runs, 'other run')} in the same log"))
     if run.num_cut_lines:
         lines.append(("cut short", f"{count(run.num_cut_lines, 'line')} that a killed process left incomplete"))
-    return html.definition_list(lines)
+    return markup.definition_list(lines)

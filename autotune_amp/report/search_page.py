@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from autotune_amp.core import html
+from autotune_amp.core import markup
 from autotune_amp.core.evidence import accumulation_line, check_line
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Record
 from autotune_amp.core.recommendation import Exclusion, Recommendation
@@ -77,7 +77,7 @@ def search_page(recommendation: Recommendation, records: Sequence[Record], path:
         {
             "Use it": _use(recommendation, path),
             "Warnings": recommendation.warnings_html(),
-            "Evidence": html.definition_list(pair for pair in facts if pair[0] not in _SHOWN_ELSEWHERE),
+            "Evidence": markup.definition_list(pair for pair in facts if pair[0] not in _SHOWN_ELSEWHERE),
             _AGAINST_BATCH_SIZE: charts.pop(_AGAINST_BATCH_SIZE),
         },
         {
@@ -88,7 +88,7 @@ def search_page(recommendation: Recommendation, records: Sequence[Record], path:
             "Failures": _failures(records),
             "Left out": _left_out(recommendation.excluded),
             "Machine and versions": recommendation.hardware.to_html()
-            + html.definition_list(recommendation.versions.items()),
+            + markup.definition_list(recommendation.versions.items()),
             "Not in this report": absent,
         },
         kind="search",
@@ -130,7 +130,7 @@ def unfinished_page(name: str, records: Sequence[Record]) -> str:
         },
         {**charts, "Not in this report": absent},
         kind="search",
-        lead=html.paragraph(summary, "warning"),
+        lead=markup.paragraph(summary, "warning"),
     )
 
 
@@ -151,7 +151,7 @@ def _charts(sections: Mapping[str, _Parts]) -> tuple[dict[str, str], str]:
             else:
                 body += chart(*part)
         shown[title] = body
-    return shown, html.definition_list(dict.fromkeys(absent)) if absent else ""
+    return shown, markup.definition_list(dict.fromkeys(absent)) if absent else ""
 
 
 def _use(recommendation: Recommendation, path: str) -> str:
@@ -162,8 +162,8 @@ def _use(recommendation: Recommendation, path: str) -> str:
     return "".join(
         [
             _blocks([use for use in shown if use[1]]),
-            html.collapsible("The whole loop", _blocks(longer)) if longer else "",
-            html.collapsible("The config as JSON", document.code("For AmpConfig.from_json", config)),
+            markup.collapsible("The whole loop", _blocks(longer)) if longer else "",
+            markup.collapsible("The config as JSON", document.code("For AmpConfig.from_json", config)),
         ]
     )
 
@@ -191,7 +191,7 @@ def _fidelity(charted: Sequence[Fidelity], listed: Iterable[Fidelity], records: 
     checks = lines + [
         ("accumulation", f"{accumulation_line(accumulation)}. {accumulation.reason}") for accumulation in accumulations
     ]
-    return [(fidelity(charted), _FIDELITY), html.definition_list(checks) if checks else ""]
+    return [(fidelity(charted), _FIDELITY), markup.definition_list(checks) if checks else ""]
 
 
 def _candidates(recommendation: Recommendation) -> str:
@@ -201,17 +201,17 @@ def _candidates(recommendation: Recommendation) -> str:
         columns = list(cells)
         words = filter(None, (rows.outcome_words(row, recommended, baseline), rows.reason_words(row)))
         table_rows.append([*cells.values(), ": ".join(words)])
-    return html.table([*columns, "outcome"], table_rows, num_numeric=len(columns) - 1)
+    return markup.table([*columns, "outcome"], table_rows, num_numeric=len(columns) - 1)
 
 
 def _variants(recommendation: Recommendation) -> str:
     table_rows = [cells for _, cells in rows.variants(recommendation)]
-    return html.table(rows.VARIANT_COLUMNS, table_rows, num_numeric=2) if table_rows else ""
+    return markup.table(rows.VARIANT_COLUMNS, table_rows, num_numeric=2) if table_rows else ""
 
 
 def _left_out(excluded: Iterable[Exclusion]) -> str:
     table_rows = rows.exclusions(excluded)
-    return html.table(("precision", "batch", "reason"), table_rows) if table_rows else ""
+    return markup.table(("precision", "batch", "reason"), table_rows) if table_rows else ""
 
 
 def _failures(records: Sequence[Record]) -> str:
@@ -223,7 +223,7 @@ def _failures(records: Sequence[Record]) -> str:
         kind = outcome_name(failure.kind)
         table_rows.append((str(r.number), str(r.candidate), r.purpose, kind, one_line(failure.message)))
         if failure.details:
-            details += html.collapsible(
+            details += markup.collapsible(
                 f"Details of trial {r.number}, {r.candidate}", document.code(kind, failure.details)
             )
-    return html.table(("trial", "candidate", "purpose", "failure", "reason"), table_rows) + details
+    return markup.table(("trial", "candidate", "purpose", "failure", "reason"), table_rows) + details

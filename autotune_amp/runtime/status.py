@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple, get_type_hints
 
 import msgspec
 
-from autotune_amp.core import html
+from autotune_amp.core import markup
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.documents import NotNegative, Whole
 from autotune_amp.core.precisions import Precision
@@ -156,14 +156,14 @@ class Status(Readings, frozen=True, kw_only=True):
             for name, steps in self.steps_by_precision.items()
         )
         moves = [(f"{move.update:,}", move.kind, move.before, move.after, move.reason) for move in self.history]
-        moved = html.table(("update", "move", "from", "to", "reason"), moves) if moves else ""
+        moved = markup.table(("update", "move", "from", "to", "reason"), moves) if moves else ""
         told = (
-            html.definition_list(self.facts())
-            + html.table(("precision", "steps", "time"), spent, num_numeric=2)
+            markup.definition_list(self.facts())
+            + markup.table(("precision", "steps", "time"), spent, num_numeric=2)
             + moved
         )
         state = "" if self.is_enabled else ", disabled"
-        return html.notebook_box(f"{self.precision} at update {self.update:,}{state}", told)
+        return markup.notebook_box(f"{self.precision} at update {self.update:,}{state}", told)
 
 
 def to_plain(record: MoveRecord) -> dict[str, object]:

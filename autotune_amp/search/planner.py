@@ -210,13 +210,15 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
 class Planner:
     """Planner of jobs: predicts their seconds from the ledger and limits them to the `budget`.
 
-    The number of affordable confirmation rounds is fixed at the first call, after all precisions were compared.
+    The number of affordable confirmation rounds is fixed at the first call, after all precisions were compared, and so
+    is the environment of the confirmation.
     """
 
     def __init__(self, job_defaults: JobDefaults, budget: Budget) -> None:
         self.job_defaults = job_defaults
         self.budget = budget
         self._num_rounds: int | None = None
+        self._confirming_environment: dict[str, str] | None = None
 
     # -- costs of jobs -------------------------------------------------------------------------------------------------
 
@@ -322,9 +324,10 @@ class Planner:
         confirmed_in = [
             r.environment for r in ledger.records if r.purpose == "confirm" and r.candidate == shortlist.winner
         ]
-        if confirmed_in:
-            return confirmed_in[-1]
-        return recommended if self._rounds_seconds(ledger, MIN_ROUNDS) <= self.budget.left() else {}
+        if self._confirming_environment is None:
+            has_time = self._rounds_seconds(ledger, MIN_ROUNDS) <= self.budget.left()
+            self._confirming_environment = confirmed_in[-1] if confirmed_in else recommended if has_time else {}
+        return self._confirming_environment
 
     def num_rounds(self, ledger: Ledger) -> int:
         """Return the number of confirmation rounds that fitted in half of the time at the first call: `MIN_ROUNDS`, 1

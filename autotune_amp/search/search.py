@@ -403,10 +403,12 @@ def confirmation_stages(shortlist: Shortlist, environment: dict[str, str], optio
     """Return the stages that measure in fresh processes, in order."""
     confirm = ConfirmationRounds(shortlist, environment)
     stages: tuple[Stage, ...] = (
-        (OneRankTrial(2 * MIN_ROUNDS), confirm, OneRankTrial(0)) if options.ranks > 1 else (confirm,)
+        (OneRankTrial(environment, 2 * MIN_ROUNDS), confirm, OneRankTrial(environment, 0))
+        if options.ranks > 1
+        else (confirm,)
     )
     is_limited = options.batch_size is not None or options.max_trials is not None
-    return stages if is_limited else (*stages, LargerBatchTrials())
+    return stages if is_limited else (*stages, LargerBatchTrials(environment))
 
 
 def _devices(

@@ -130,6 +130,51 @@ def program(tmp_path: Path) -> Iterator[Program]:
         started.close()
 
 
+def test_many_open_files_and_closed_standard_streams_do_not_matter() -> None:
+    """In a process of its own: descriptors from 1,024 on, and 0 to 2 free for what is opened next."""
+    script = f"""
+import os, resource, subprocess, sys
+from autotune_amp.processes.program import Program, new_folder
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most if most == resource.RLIM_INFINITY else min(most, 4096), most))
+said = os.dup(1)
+
+def run():
+    null = subprocess.DEVNULL
+    program = Program([sys.executable, "-c", "exit(3)"], os.environ, new_folder(), stdin=null, stdout=null, stderr=null)
+    program.start()
+    os.write(said, str(program.wait({GONE_SECONDS})).encode())
+    program.close()
+
+for number in range(3):
+    os.close(number)
+run()
+opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+run()
+"""
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=False, timeout=START_SECONDS)
+    assert done.stdout == b"33"
+
+
+def test_a_parent_that_has_ended_it_clears_up_by_itself(tmp_path: Path) -> None:
+    null, called = subprocess.DEVNULL, tmp_path / "called"
+    program = Program(
+        ["true"],
+        os.environ,
+        tmp_path / "folder",
+        folders=[tmp_path / "other"],
+        when_orphaned=["os", "mkdir", str(called)],
+        stdin=null,
+        stdout=null,
+        stderr=null,
+    )
+    program.start()
+    program.end()
+    program._connection.close()
+    assert program.popen.wait(GONE_SECONDS) == 0
+    assert not called.exists()
+
+
 def test_ctrl_c_while_it_is_closed_leaves_nothing(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,7 +180,7 @@ def test_without_ray_the_error_has_the_line_that_installs_it(monkeypatch: pytest
 def test_a_full_disk_gives_a_node_up_and_full_shared_memory_does_not(message: str, is_lost: bool) -> None:
     cluster = Mock()
     failure = {"outcome": "failure", "kind": "crash", "message": message}
-    cluster.answer.return_value = pack(CallProgress(steps=[], output="", is_over=True, answer=failure))
+    cluster.wait_for.return_value = pack(CallProgress(steps=[], output="", is_over=True, answer=failure))
     node = NodeBackend(cluster, Slot("cpu", "10.0.0.7"), None, {}, Watcher())
     handle = _NodeHandle(node, Trial(candidate=Setting(precision="fp32", batch_size=1), device="cpu"))
     if is_lost:

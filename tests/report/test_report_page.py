@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from report_samples import MIB, evidence, measurement, recommendation, record, row
 
-from autotune_amp.core.html import table
+from autotune_amp.core.markup import table
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.report.charts import PRECISION_STYLES, course, hover_label, memory, pareto, throughput

@@ -200,7 +200,7 @@ def test_one_rank_trains_with_the_loss_scale_of_the_others() -> None:
     searched.measure(fp16, FP32)
     searched.run(Checks())
     searched.ledger.scales[fp16.scaling] = Scales(calibration(), 1000)
-    searched.run(OneRankTrial(0))
+    searched.run(OneRankTrial({}, 0))
     (alone,) = (record for record in searched.ledger.records if record.purpose == "one_rank")
     assert alone.loss_scale == searched.ledger.loss_scale(fp16) != LOSS_SCALE
 

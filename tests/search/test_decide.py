@@ -522,3 +522,10 @@ def test_a_gain_is_over_the_baseline_as_it_ran_then() -> None:
     found = decided(Log().add(FP32, 100.0).add(BF16, 150.0).confirm(FP32, *[33.0] * 3)).evidence
     assert found.speedup == pytest.approx(1.5)
     assert found.baseline.samples_per_second == 100.0
+
+
+def test_a_command_s_trials_add_to_what_was_confirmed_and_confirm_nothing_else() -> None:
+    """They count as confirming runs in the user's own environment; one lucky trial is no match for three runs."""
+    log = Log().add(FP32, 100.0, round=0).add(BF16, 200.0, round=0).add(FP16, 198.0, round=0)
+    log.add(BF16, 185.0, "confirm", round=1).add(FP32, 100.0, "confirm", round=1).add(BF16, 184.0, "confirm", round=2)
+    assert (decided(log).config.precision, decided(log).evidence.num_processes) == ("bf16", 3)

@@ -47,7 +47,7 @@ class Machine:
         self.searched.confirm(self.searched.ledger.final_shortlist, {})
         self.searched.set_start({}, 0.5)
         self.searched.budget.now = self.searched.budget.seconds - left_seconds
-        self.searched.run(LargerBatchTrials())
+        self.searched.run(LargerBatchTrials({}))
         return self.searched.decide({})
 
     def beyond(self) -> list[str]:

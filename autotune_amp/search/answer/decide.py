@@ -81,7 +81,8 @@ def decide(
         confirmed = {
             c: ranking.merit(runs.measurements, ledger.applied_share(c))
             for c in contenders
-            if (runs := confirm_runs(records, c, environment)).measurements
+            if any(r.purpose == "confirm" and r.candidate == c for r in records)  # a command's trials only add to those
+            and (runs := confirm_runs(records, c, environment)).measurements
         }
         contenders = confirmed or contenders
     else:
@@ -418,11 +419,12 @@ def rerank(saved: Recommendation, options: SearchOptions, folder: StudyFolder) -
     for setting, scale in [chosen_pair, *((r.candidate, r.loss_scale) for r in confirming)]:
         if scale is not None:
             ledger.replay(setting, (scale.init_scale, scale.growth_interval))
-    # Prefer the environment of the confirmation: the search may have run on another machine, or had no time for the
-    # recommended variables. The baseline alone is confirmed in both.
-    of_contenders = [r.environment for r in confirming if r.candidate != space.baseline]
-    of_baseline = filter(None, (*(r.environment for r in confirming), saved.config.environment))
-    environments = iter(of_contenders or of_baseline)
+    # That of the confirmation: the search may have run on another machine, or had no time for the recommended
+    # variables. A baseline that is kept was measured in the user's own, and perhaps in the recommended one too.
+    of_contenders = [r.environment for r in confirming if r.candidate != space.baseline][-1:]
+    is_kept = Setting.of(saved.config) == space.baseline and not saved.config.environment
+    of_config = [] if is_kept else [saved.config.environment]
+    environments = iter(of_contenders or of_config or [r.environment for r in confirming if r.environment])
     return recommend(
         ledger,
         options=new_options,

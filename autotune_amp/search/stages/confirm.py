@@ -236,6 +236,7 @@ class OneRankTrial:
     """
 
     is_exclusive: ClassVar[bool] = True
+    environment: dict[str, str]
     num_others: int
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
@@ -249,7 +250,7 @@ class OneRankTrial:
             planner.job_defaults,
             ledger,
             shortlist.winner,
-            planner.job_defaults.environment,
+            self.environment,
             purpose="one_rank",
             num_ranks=1,
             num_steps=(MAX_CONFIRM_STEPS, MAX_CONFIRM_STEPS),
@@ -257,6 +258,7 @@ class OneRankTrial:
         )
 
 
+@dataclass
 class LargerBatchTrials:
     """Stage that doubles the effective batch size, without accumulation, until memory or time runs out or a batch is no
     faster.
@@ -266,6 +268,7 @@ class LargerBatchTrials:
     """
 
     is_exclusive: ClassVar[bool] = True
+    environment: dict[str, str]
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """Return a trial of the next larger batch size, set up like a confirmation run, or None."""
@@ -281,7 +284,7 @@ class LargerBatchTrials:
             planner.job_defaults,
             ledger,
             setting,
-            planner.job_defaults.environment,
+            self.environment,
             purpose="outlook",
             deadline_seconds=left_seconds,
         )

@@ -207,12 +207,14 @@ def share_building(backend: Backend, planner: Planner, ledger: Ledger, progress:
     last_built = next((measurement for measurement in reversed(searched) if not measurement.is_build_shared), None)
     if "share_build" not in backend.abilities or backend.is_build_shared or last_built is None:
         return
+    if untried_seed(ledger, job_defaults) is not None:
+        return
     left_seconds, building, context = (
         planner.exploration_seconds(ledger),
         last_built.build_seconds,
         last_built.context_seconds,
     )
-    if untried_seed(ledger, job_defaults) is not None or not planner.has_time_for_trial(ledger, left_seconds):
+    if not planner.has_time_for_trial(ledger, left_seconds):
         return
     other_seconds = last_built.first_step_seconds + last_built.num_steps * last_built.step_seconds
     share = (building + context) / (building + context + other_seconds)

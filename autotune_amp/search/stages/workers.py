@@ -46,8 +46,8 @@ class LoaderWorkers:
         """Return the best setting if no step waited for data, with the next number of workers; None if none may gain.
 
         The number of workers is doubled up to the number of CPUs, until the wait is short, a trial fails, or it is
-        slower than with half as many workers, or no faster and waits no less. That last rule does not hold for one
-        worker: it only overlaps loading with training, and the second one doubles the loading rate.
+        slower than with the number before, or no faster and waits no less. One worker always has a second one tried: it
+        only overlaps loading with training, and the second one doubles the loading rate.
         """
         own_num_workers, num_cpus = job_defaults.description.num_workers, job_defaults.num_cpus
         trials = [r for r in ledger.records if r.purpose == "search"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune_amp.core import html
+from autotune_amp.core import markup
 from autotune_amp.core.hardware import Capability, DeviceIdentity, DeviceMemory, Hardware
 from autotune_amp.core.text import one_line, printable
 
@@ -38,11 +38,11 @@ HOSTILE = st.text() | st.sampled_from(
 @given(HOSTILE)
 def test_words_of_others_make_no_markup(words: str) -> None:
     shown = {
-        html.paragraph(words): ["p"],
-        html.definition_list([(words, words)]): ["dl", "dt", "dd"],
-        html.tiles([(words, words, words)]): ["div", "div", "span", "b", "span"],
-        html.collapsible(words, ""): ["details", "summary"],
-        html.table([words], [[words]]): ["div", "table", "thead", "tr", "th", "tbody", "tr", "td"],
+        markup.paragraph(words): ["p"],
+        markup.definition_list([(words, words)]): ["dl", "dt", "dd"],
+        markup.tiles([(words, words, words)]): ["div", "div", "span", "b", "span"],
+        markup.collapsible(words, ""): ["details", "summary"],
+        markup.table([words], [[words]]): ["div", "table", "thead", "tr", "th", "tbody", "tr", "td"],
     }
     for document, tags in shown.items():
         read = Read(document)
@@ -51,7 +51,7 @@ def test_words_of_others_make_no_markup(words: str) -> None:
 
 
 def test_columns_of_numbers_are_marked() -> None:
-    shown = html.table(["name", "one", "two", "why"], [["a", "1", "2", "so"]], num_numeric=2)
+    shown = markup.table(["name", "one", "two", "why"], [["a", "1", "2", "so"]], num_numeric=2)
     assert shown.count('<td class="number">') == 2
 
 

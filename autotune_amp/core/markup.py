@@ -50,7 +50,7 @@ def tiles(key_numbers: Iterable[tuple[str, str, str]]) -> str:
 
 
 def paragraph(words: str, kind: str = "") -> str:
-    """Return a paragraph. `kind` is its class in html.css, not escaped: ``reason``, ``warning`` or ``absent``."""
+    """Return a paragraph. `kind` is its class in markup.css, not escaped: ``reason``, ``warning`` or ``absent``."""
     return f'<p class="{kind}">{text(words)}</p>' if kind else f"<p>{text(words)}</p>"
 
 
@@ -61,7 +61,7 @@ def collapsible(title: str, body: str) -> str:
 
 def style() -> str:
     """Return the style sheet for the fragments of this module."""
-    return files("autotune_amp.core").joinpath("html.css").read_text("utf-8")
+    return files("autotune_amp.core").joinpath("markup.css").read_text("utf-8")
 
 
 def text(words: str) -> str:
