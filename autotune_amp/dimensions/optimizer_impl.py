@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from autotune_amp.dimensions.live_training import LiveTraining
 
-# Least share of a step that the optimizer takes, since no smaller gain than 3 % counts (ranking.PLATEAU).
+# Least share of a step that the optimizer takes, since no smaller gain than 3 % counts (ranking.MIN_GAIN).
 MIN_OPTIMIZER_SHARE = 0.03
 
 
