@@ -53,10 +53,11 @@ class Program:
     ) -> None:
         self._mark = uuid.uuid4().hex
         self._folder = folder
-        self._connection, keepers_end = socket.socketpair()
-        descriptor = fcntl.fcntl(keepers_end, fcntl.F_DUPFD_CLOEXEC, 3)  # standard streams may be closed here
+        self._connection, other_end = socket.socketpair()
+        with other_end:  # standard streams may be closed here, and the keeper has its own as 0 to 2
+            keepers_end = socket.socket(fileno=fcntl.fcntl(other_end, fcntl.F_DUPFD_CLOEXEC, 3))
         settings = {
-            "connection": descriptor,
+            "connection": keepers_end.fileno(),
             "mark": self._mark,
             "parent": os.getpid(),
             "path": sys.path,
@@ -64,19 +65,16 @@ class Program:
             "when_orphaned": when_orphaned,
         }
         try:
-            try:
+            with keepers_end:
                 self.popen: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: S603 - the keeper, with the program to start
                     [sys.executable, "-I", keeper.__file__, json.dumps(settings), *arguments],
                     env={**_inductor_cache_variable(), **environment, "TMPDIR": str(folder)},
-                    pass_fds=[descriptor],
+                    pass_fds=[keepers_end.fileno()],
                     start_new_session=True,  # Ctrl-C at the terminal is handled by this process alone
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
                 )
-            finally:
-                keepers_end.close()
-                os.close(descriptor)
         except OSError as error:
             self._connection.close()
             raise RunnerError(

@@ -321,10 +321,10 @@ class Planner:
         shortlist, recommended = ledger.final_shortlist, self.job_defaults.environment
         if shortlist is None or not self.job_defaults.are_trials_fresh or shortlist.winner == shortlist.baseline:
             return recommended
-        confirmed_in = [
-            r.environment for r in ledger.records if r.purpose == "confirm" and r.candidate == shortlist.winner
-        ]
         if self._confirming_environment is None:
+            confirmed_in = [
+                r.environment for r in ledger.records if r.purpose == "confirm" and r.candidate == shortlist.winner
+            ]
             has_time = self._rounds_seconds(ledger, MIN_ROUNDS) <= self.budget.left()
             self._confirming_environment = confirmed_in[-1] if confirmed_in else recommended if has_time else {}
         return self._confirming_environment

@@ -78,11 +78,12 @@ def decide(
     baseline_merit = ranking.merit(baseline.measurements) if baseline.measurements else None
     compared_baseline = baseline
     if _was_confirmed(ledger, environment):
+        # A command's trials add to the runs of what was confirmed, and confirm nothing else.
+        was_run_again = {r.candidate for r in records if r.purpose == "confirm"}
         confirmed = {
             c: ranking.merit(runs.measurements, ledger.applied_share(c))
             for c in contenders
-            if any(r.purpose == "confirm" and r.candidate == c for r in records)  # a command's trials only add to those
-            and (runs := confirm_runs(records, c, environment)).measurements
+            if c in was_run_again and (runs := confirm_runs(records, c, environment)).measurements
         }
         contenders = confirmed or contenders
     else:
