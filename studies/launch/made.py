@@ -143,3 +143,76 @@ def chat_lines(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"text": line} for line in text(4000).splitlines()]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def instructions(folder: Path) -> None:
+    """A dataset of instructions with the columns of Alpaca, as JSON lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = text(4000).splitlines()
+    rows = [{"instruction": line, "input": "", "output": line} for line in lines]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def scored_pairs(folder: Path) -> None:
+    """A dataset of sentence pairs with a score from 0 to 1, as `load_dataset` finds it in the working folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chance = random.Random(0)
+    for split, num in (("train", 3000), ("validation", 100), ("test", 100)):
+        rows = [
+            {
+                "sentence1": " ".join(chance.choices(WORDS, k=chance.randint(8, 30))),
+                "sentence2": " ".join(chance.choices(WORDS, k=chance.randint(8, 30))),
+                "score": chance.random(),
+            }
+            for _ in range(num)
+        ]
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def shards(folder: Path) -> None:
+    """llama2.c's shards of token ids below 512."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    for number in range(3):
+        rng.integers(0, 512, 500_000).astype(np.uint16).tofile(folder / f"data{number:02}.bin")
+
+
+def compressed_text(path: Path) -> None:
+    """95 MB of letters, gzipped, as enwik8 is."""
+    import gzip
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    letters = np.random.default_rng(0).integers(97, 123, 1_000_000, np.uint8).tobytes()
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(letters * 95)
+
+
+def images_and_masks(folder: Path, size: int = 128, num: int = 400) -> None:
+    """Images in `folder`/imgs and masks of two classes in `folder`/masks."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for name in ("imgs", "masks"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for number in range(num):
+        Image.fromarray(rng.integers(0, 256, (size, size, 3), np.uint8)).save(folder / "imgs" / f"{number}.png")
+        Image.fromarray(rng.integers(0, 2, (size, size), np.uint8)).save(folder / "masks" / f"{number}_mask.png")
+
+
+def photographs(folder: Path, size: int = 300, num: int = 200) -> None:
+    """Images in `folder`/train and `folder`/test, as of the BSDS300."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for split, num_images in (("train", num), ("test", 20)):
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        for number in range(num_images):
+            Image.fromarray(rng.integers(0, 256, (size, size, 3), np.uint8)).save(folder / split / f"{number}.jpg")
+
+
+def sine_waves(path: Path) -> None:
+    """A hundred sine waves of 1,000 points with random phases, in float64."""
+    import torch
+
+    phases = np.random.default_rng(0).integers(-80, 80, 100)[:, None]
+    torch.save(np.sin((np.arange(200)[None] + phases) / 20.0), path, pickle_protocol=4)
