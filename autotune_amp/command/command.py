@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from autotune_amp.command.leftovers import FOLDER, leftover_notes, load_kept
+from autotune_amp.command.messages import Error
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import TRIAL_DIR, CompletedRun, run
 from autotune_amp.core.command_template import CommandTemplate
+from autotune_amp.core.errors import RunnerError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.setting import Setting
 from autotune_amp.distributed import free_port
@@ -57,7 +59,8 @@ class Command:
         **agent: Any,
     ) -> CompletedRun:
         """Run the command once with `setting`: values fill its placeholders; those without a placeholder that differ
-        from today's are set by the agent. `agent` are further settings of the agent.
+        from today's are set by the agent. `agent` are further settings of the agent. Raises `RunnerError` if the agent
+        itself failed in the command's process.
         """
         outside = {} if self.today is None else self.line.outside(setting, self.today)
         if "batch_size" in outside:
@@ -80,6 +83,7 @@ class Command:
             memory=self._kept_list,
             aside=self.aside,
         )
+        _raise_if_agent_failed(completed.events)
         self.kept, self.stuck = completed.kept, (*self.stuck, *completed.stuck)
         self.opened(
             [
@@ -101,3 +105,13 @@ class Command:
         """
         self._kept_list, self.aside = folder / "made.json", folder.absolute() / FOLDER
         self.kept = load_kept(self._kept_list)
+
+
+def _raise_if_agent_failed(events: RunEvents) -> None:
+    """Raise `RunnerError` with the traceback if the agent failed in a process of the command."""
+    error = next((error for error in events.of(Error) if error.is_of_agent), None)
+    if error is not None:
+        raise RunnerError(
+            f"autotune_amp failed while it observed the command's steps: {error.message}\n{error.traceback}",
+            "This is a defect of autotune_amp, not of the command: report it with these lines.",
+        )

@@ -181,7 +181,7 @@ class Refused(AgentMessage, frozen=True, kw_only=True, tag="refused"):
 
 
 class Error(_OfRank, frozen=True, kw_only=True, tag="error"):
-    """Message that an exception ends the process.
+    """Message that an exception ends the process, or that the agent itself raised one (`is_of_agent`).
 
     `types` are the names of its class and base classes. `free_memory_share` is the smallest share of the accelerator's
     memory that was free, None if unknown.
@@ -191,6 +191,7 @@ class Error(_OfRank, frozen=True, kw_only=True, tag="error"):
     message: str
     traceback: str
     free_memory_share: float | None = None
+    is_of_agent: bool = False
 
 
 class Unstepped(AgentMessage, frozen=True, kw_only=True, tag="unstepped"):

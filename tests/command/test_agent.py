@@ -592,3 +592,21 @@ assert "autotune-amp" in [each.name for each in threading.enumerate()]
 """)
     assert len(only(run([sys.executable, "train.py"], tmp_path)).steps) == 3
     assert (tmp_path / "threads").read_text() == "MainThread"
+
+
+def test_batches_of_an_iterable_dataset_are_counted(train: Train) -> None:
+    heard = train(
+        """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(zip(inputs, targets))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for x, y in torch.utils.data.DataLoader(Stream(), batch_size=8):
+    loss_of(model(x), y).backward()
+    optimizer.step()
+"""
+    )
+    assert not heard.of(Error)
+    assert per_step(only(heard)) == {(8, 1)}
+    (loader,) = only(heard).loaders.values()
+    assert (loader.batch_size, loader.num_samples) == (8, None)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from autotune_amp.command import backend as command_backend
 from autotune_amp.command.command import Command
-from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
+from autotune_amp.core.errors import BudgetTooSmallError, RunnerError, WorkloadError
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import LocalBackend
@@ -487,3 +487,19 @@ def test_a_run_leaves_nothing_in_the_working_directory(
     monkeypatch.chdir(folder)
     described([sys.executable, script], local)
     assert list(folder.iterdir()) == []
+
+
+def test_a_failure_of_the_agent_is_not_called_the_commands(tmp_path: Path, local: LocalBackend) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import torch
+class Odd(torch.utils.data.SequentialSampler):
+    sampler = property(lambda self: 1 / 0)
+data = torch.utils.data.TensorDataset(torch.ones(64, 1))
+torch.utils.data.DataLoader(data, batch_size=8, sampler=Odd(data))
+"""
+    )
+    with pytest.raises(RunnerError, match="defect of autotune_amp") as raised:
+        described([sys.executable, str(script)], local)
+    assert "ZeroDivisionError" in raised.value.message

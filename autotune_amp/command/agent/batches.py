@@ -145,9 +145,11 @@ def first_tensor(batch: Any, depth: int = 0) -> Any:
 
 def _sample_sampler(loader: Any) -> Any:
     """Return the sampler that draws single samples, inside any batch samplers around it."""
-    sampler = loader.batch_sampler or loader.sampler
+    # Compared with None: the batch sampler of an IterableDataset has no length, and hence no truth value.
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     while hasattr(sampler, "batch_sampler") or hasattr(sampler, "sampler"):
-        sampler = getattr(sampler, "batch_sampler", None) or sampler.sampler
+        inner = getattr(sampler, "batch_sampler", None)
+        sampler = sampler.sampler if inner is None else inner
     return sampler
 
 

@@ -71,7 +71,7 @@ class Channel:
             try:
                 return action(*args, **kwargs)
             except Exception as error:
-                self.send_error(error)
+                self.send_error(error, is_of_agent=True)
 
         return shielded
 
@@ -88,7 +88,9 @@ class Channel:
 
         owner.__init__ = __init__
 
-    def send_error(self, error: BaseException, free_memory_share: float | None = None) -> None:
+    def send_error(
+        self, error: BaseException, free_memory_share: float | None = None, *, is_of_agent: bool = False
+    ) -> None:
         """Send an `Error` message for an exception, with its traceback and the rank of this process."""
         import traceback  # imported here, since importing it slows the start of every Python process of the command
 
@@ -100,6 +102,7 @@ class Channel:
             message=str(error)[:4000],
             traceback="".join(traceback.format_exception(type(error), error, error.__traceback__))[-8000:],
             free_memory_share=free_memory_share,
+            is_of_agent=is_of_agent,
             **where.rank(),
         )
 
