@@ -229,7 +229,17 @@ class Rank:
         steps = steps or [next((each for each in reversed(self.steps) if each.forwards), self.steps[0])]
         before = self.steps.index(steps[0])
         num_backward = steps[-1].num_backward - (self.steps[before - 1].num_backward if before else 0)
-        return _entered_batches([each for step in steps for each in step.forwards], num_backward, len(self.optimizers))
+        forwards = [each for step in steps for each in step.forwards]
+        return _entered_batches(forwards, num_backward, len(self.optimizers)) if forwards else self._reused_batch
+
+    @property
+    def _reused_batch(self) -> EnteredBatches:
+        """Return the batch that was drawn before the first step and is used in all steps, without a call of a module;
+        an empty one if no batch was drawn.
+        """
+        first = self.steps[0]
+        size = sum(first.num_samples.values()) // first.num_batches if first.num_batches else 0
+        return EnteredBatches(batch_size=size, num=1) if size else EnteredBatches()
 
     @property
     def num_compiling_steps(self) -> int:

@@ -610,3 +610,17 @@ for x, y in torch.utils.data.DataLoader(Stream(), batch_size=8):
     assert per_step(only(heard)) == {(8, 1)}
     (loader,) = only(heard).loaders.values()
     assert (loader.batch_size, loader.num_samples) == (8, None)
+
+
+def test_a_batch_that_is_drawn_once_and_used_in_every_step_is_counted(train: Train) -> None:
+    heard = train(
+        """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+x, y = next(iter(torch.utils.data.DataLoader(data, batch_size=128)))
+for _ in range(20):
+    loss_of(model.forward(x), y).backward()
+    optimizer.step()
+"""
+    )
+    assert per_step(only(heard)) == {(128, 1)}
+    assert batch_sizes(only(heard)) == {128}
