@@ -99,3 +99,11 @@ def test_a_framework(
     assert len(list(rank.intervals())) == num_intervals
     assert [rank.loaders[name].shuffles for name in rank.training_loaders] == [True]
     assert precision_of(rank) == precision
+
+
+def test_bf16_is_set_on_a_host_without_an_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "train.py").write_text(TRANSFORMERS.replace(" use_cpu=True,", ""))
+    heard = run([sys.executable, "train.py", "fp32"], tmp_path, outside={"precision": "bf16"})
+    (rank,) = heard.ranks.values()
+    assert precision_of(rank) == "bf16"

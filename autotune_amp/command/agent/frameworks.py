@@ -117,6 +117,8 @@ class FrameworkHooks:
             self._hooks.is_in_framework = True
             self._hooks.report_set("precision", "TrainingArguments", _precision_of(arguments), precision, line)
             arguments.bf16, arguments.fp16 = precision == "bf16", precision == "fp16"
+            if arguments.device.type == "cpu":
+                arguments.use_cpu = True  # without a GPU, bf16 is refused unless a CPU is asked for
             if arguments.tf32 is not None:
                 arguments.tf32 = precision == "tf32"
             os.environ["ACCELERATE_MIXED_PRECISION"] = precision if precision in ("bf16", "fp16") else "no"
