@@ -65,6 +65,7 @@ from msgspec.structs import replace
 from autotune_amp.core.setting import Setting
 from autotune_amp.dimensions.activation_checkpointing import ACTIVATION_CHECKPOINTING
 from autotune_amp.dimensions.allocator import ALLOCATOR
+from autotune_amp.dimensions.argument import ARGUMENTS
 from autotune_amp.dimensions.batch_size import ACCUMULATION_STEPS, BATCH_SIZE
 from autotune_amp.dimensions.compile import COMPILE
 from autotune_amp.dimensions.cudnn_benchmark import CUDNN_BENCHMARK
@@ -81,6 +82,7 @@ __all__ = [
     "ACCUMULATION_STEPS",
     "ACTIVATION_CHECKPOINTING",
     "ALLOCATOR",
+    "ARGUMENTS",
     "AS_FOUND",
     "BATCH_SIZE",
     "COMPILE",
@@ -110,6 +112,7 @@ DIMENSIONS: Final[tuple[Dimension[Any], ...]] = (
     ACTIVATION_CHECKPOINTING,
     OPTIMIZER_IMPL,
     COMPILE,
+    ARGUMENTS,
 )
 BY_NAME: Final = {dimension.name: dimension for dimension in DIMENSIONS}
 VARIANTS: Final = {dimension.name: dimension for dimension in DIMENSIONS if isinstance(dimension, Variant)}
@@ -141,7 +144,8 @@ def numerics_of(setting: Setting) -> Setting:
 
     Settings for which the result is equal compute the same numbers.
     """
-    return replace(setting.ordinary, **{name: getattr(setting, name) for name in NUMERIC})
+    values = {name: getattr(setting, name) for name in NUMERIC} | {"arguments": setting.numeric_arguments}
+    return replace(setting.ordinary, **values)
 
 
 def risks(setting: Setting) -> tuple[int, ...]:

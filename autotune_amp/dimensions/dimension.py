@@ -73,8 +73,8 @@ class Dimension(Generic[Value]):
     plans use the default.
     """
 
-    name: ClassVar[str]
-    affects: ClassVar[frozenset[Effect]] = frozenset({"speed", "memory", "numerics"})
+    name: str
+    affects: frozenset[Effect] = frozenset({"speed", "memory", "numerics"})
     found_by: ClassVar[Literal["curves", "variants"] | None] = "variants"
     removable: ClassVar[Mapping[str, float]] = {}
     sets_also: ClassVar[tuple[str, ...]] = ()
@@ -107,12 +107,20 @@ class Dimension(Generic[Value]):
 
     def value_in(self, setting: Setting) -> Value | None:
         """Return the value of this dimension in a setting, None if the setting does not use the dimension."""
+        return self.read(setting) if setting.uses(self.name) else None
+
+    def read(self, setting: Setting) -> Value:
+        """Return the value that a setting holds for this dimension, whether it is in use or not."""
         value: Value = getattr(setting, self.name)
-        return value if setting.uses(self.name) else None
+        return value
+
+    def write(self, setting: AnySetting, value: Value) -> AnySetting:
+        """Return a copy of a setting that holds `value` for this dimension, all others unchanged."""
+        return replace(setting, **{self.name: value})
 
     def on(self, setting: AnySetting, value: Value) -> AnySetting:
-        """Return a copy of a setting that uses `value` for this dimension."""
-        return replace(setting, **{self.name: value})
+        """Return a copy of a setting that uses `value` for this dimension, others being changed if that takes it."""
+        return self.write(setting, value)
 
     def is_tried_in(self, setting: Setting, value: Value) -> bool:
         """Return whether a trial of `setting` is a trial of `value`."""
@@ -123,7 +131,7 @@ class Dimension(Generic[Value]):
 
         The difference between the two is then the gain of this dimension.
         """
-        plain = replace(setting, **{self.name: self.default})
+        plain = self.write(setting, self.default)
         return replace(other, batch_size=1, accumulation_steps=1) == replace(plain, batch_size=1, accumulation_steps=1)
 
     def reason_against_setting(self, setting: Setting, leader: Leader) -> str | None:  # noqa: ARG002
