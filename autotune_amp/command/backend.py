@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from autotune_amp.command import measure
 from autotune_amp.command.command import Command
 from autotune_amp.command.frozen_pair import FrozenPair, PairingProblem, pair_steps
-from autotune_amp.command.known_arguments import with_placeholders
+from autotune_amp.command.known_arguments import suggested_arguments, with_placeholders
 from autotune_amp.command.messages import Gradient, Refused
 from autotune_amp.command.rank_steps import Rank
 from autotune_amp.command.ranks import RunEvents
@@ -194,6 +194,7 @@ class CommandBackend(WorkloadBackend):
             description,
             keeps_effective_batch_size=command.line.keeps_effective_batch_size,
             argument_values=command.line.argument_values,
+            suggestions=suggested_arguments(command.line, rank.switches),
             num_workers=loader.num_workers if loader and "num_workers" in command.line.placeholders else None,
             unsettable=unsettable_values,
             notes=(

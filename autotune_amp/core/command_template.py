@@ -180,6 +180,14 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         commands = [self.filled({**today, **other, **trial_values}, "TRIAL_DIR")[0] for other in ({}, *others)]
         return list(dict.fromkeys(commands))
 
+    def plan_line(self) -> str:
+        """Return a line for the user on what a search can set, as far as that is known without running the command."""
+        own = [f"{name.lstrip('!')} {' or '.join(values)}" for name, values in self.argument_values.items()]
+        names = [name.replace("_", " ") for name in ("precision", *_NUMBERS) if name in self.placeholders]
+        others = [name for name in ("precision", "batch_size") if name not in self.placeholders]
+        outside = f" Set from outside if the script allows it: {', '.join(others)}." * bool(others)
+        return f"Placeholders: {'; '.join([*names, *own]) or 'none'}.{outside.replace('_', ' ')}"
+
     def outside(self, setting: Setting, today: Setting) -> dict[str, Any]:
         """Return the values of `setting` that differ from `today` and have no placeholder: hooks must set them."""
         return {

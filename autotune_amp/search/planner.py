@@ -357,7 +357,8 @@ class Planner:
         return self.runs_seconds(ledger.actual, runs, min(1, num_starts) if job_defaults.loads_together else num_starts)
 
     def forecast(self, ledger: Ledger, *, may_fork: bool) -> str:
-        """Return a sentence that predicts the time of a process start, of comparing precisions, and of confirming.
+        """Return sentences that predict the time of a process start, of comparing precisions, and of confirming, and
+        the number of starts of a command.
 
         `may_fork`: trials run in forked processes, each of which builds its own model.
         """
@@ -368,10 +369,19 @@ class Planner:
         comparing = len(precisions) * (per_trial + FORESEEN_SECONDS)
         num_starts = 1 if job_defaults.loads_together else MIN_ROUNDS * (1 if job_defaults.shares_processes else 2)
         confirming = num_starts * start + MIN_ROUNDS * 2 * (CONFIRM_SECONDS + 1)
-        return (
+        forecast = (
             f"A process takes {duration(start)} to start here. Comparing {count(len(precisions), 'precision')} at "
             f"batch {space.baseline.batch_size}: about {duration(comparing)}; then batch sizes and other settings, as "
             f"far as they are worth it; confirming the best: about {duration(confirming)}."
+        )
+        if not job_defaults.are_trials_fresh:
+            return forecast
+        num_values = sum(map(len, space.variants.values()))
+        num_checking = 2 * any(ranking.needs_check(c, space) for c in space.candidates)  # in each precision
+        num_starts = len(precisions) + num_values + num_checking + 2 * (MIN_ROUNDS - 1)  # a trial counts as a round
+        return (
+            f"{forecast} That is {count(num_starts, 'start')} of the command, about "
+            f"{duration(num_starts * (start + FORESEEN_SECONDS))}, and one for each other batch size."
         )
 
     # -- shares of the time --------------------------------------------------------------------------------------------
