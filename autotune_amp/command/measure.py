@@ -17,7 +17,7 @@ from autotune_amp.processes.ranks import failure_of_rank
 from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, NUM_WARMUP_STEPS, Trial, stop_reason
 from autotune_amp.trial.judge import RunEvidence, judge
 
-NUM_FIRST_STEPS = 4  # steps whose losses are kept: an optimizer without effect shows from the second one on
+NUM_FIRST_STEPS = 8  # steps whose losses are kept: small differences grow from step to step
 MIN_NUM_INTERVALS = 2  # the least from which an interval of the step time can be given
 MAX_RARE_SHARE = 0.1  # numbers of batches in at most this share of the steps are ignored
 _PRECISION_BY_DTYPE: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}

@@ -33,8 +33,9 @@ print(model[0].weight.is_contiguous(memory_format=torch.channels_last), optimize
 The names in a `state_dict` do not change (no `_orig_mod.`), so checkpoints load with and without `prepare`. bf16
 weights are tried only on request (`--try weights`), since small updates round away on them; the fidelity check counts
 these. `cudnn_benchmark` (`torch.backends.cudnn.benchmark = True`) is tried if a model has convolutions and all its
-batches have one shape. `autotune-amp export --to env` also contains the allocator's setting. No variant is tried on a
-command, which can only set its placeholders.
+batches have one shape. `autotune-amp export --to env` also contains the allocator's setting. On a command only its
+own placeholders are tried, among them any that you write for an argument of yours, such as `{attn=sdpa:eager}`
+(`autotune_amp.command`).
 
 `autotune-amp export --to torch` writes the variants as `model.compile(...)`, `model.to(memory_format=...)` and a
 comment for the optimizer. (Before torch 2.15 `compile` ignores a bare `nn.Sequential`; `prepare` compiles it.) In

@@ -1,6 +1,7 @@
 """Dimension: interface for one field of a setting, such as precision or batch size, in search, trial and export.
 
 To add a dimension: add a field to `core.setting.Setting`, a file here with one object, and a line to `DIMENSIONS`.
+Arguments of a command share one field; each has a `dimensions.argument.Argument`, which reads and writes its value.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Leader:
 
 
 class Dimension(Generic[Value]):
-    """Interface for one field of `Setting`, called `name`.
+    """Interface for one field of `Setting`, called `name`, or for one of the arguments in a field.
 
     `affects`: if it contains "numerics", each value is compared with fp32. `found_by` is the part of the search that
     tries the values: "curves" is the throughput model over batch sizes, "variants" the stage that tries `choices` on

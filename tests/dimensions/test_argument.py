@@ -18,7 +18,6 @@ from autotune_amp.core.recommendation import VariantRow
 from autotune_amp.core.setting import Setting
 from autotune_amp.dimensions import numerics_of
 from autotune_amp.dimensions.argument import Argument
-from autotune_amp.integrations.export import TARGETS, ExportSource, export
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.ranking import check_key
 from autotune_amp.search.space import build_space
@@ -168,10 +167,3 @@ def test_a_setting_is_read_back_and_its_numerics_leave_out_what_affects_none() -
     with pytest.raises(InvalidRequestError, match="arguments"):
         AmpConfig(precision="fp32", batch_size=8, arguments=(("attn",),))  # type: ignore[arg-type]
     assert msgspec.json.decode(msgspec.json.encode(config), type=AmpConfig) == config
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_export_says_what_to_set_in_the_command(target: str) -> None:
-    config = AmpConfig(precision="fp32", batch_size=8, arguments=(("!ckpt", "on"), ("attn", "eager")))
-    exported = export(ExportSource(config), target)
-    assert "ckpt=on attn=eager" in f"{exported.text} {' '.join(exported.notes)}".replace("\n# ", " ")

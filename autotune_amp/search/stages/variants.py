@@ -346,7 +346,9 @@ def _row(
         left_out = (
             f"{at_least}, which is more than it is likely to be worth: --try {dimension.name} tries it all the same"
         )
-        return replace(row, reason=reason or (untried_reason if is_budget_spent else left_out))
+        return replace(
+            row, reason=reason or (untried_reason if is_budget_spent or isinstance(dimension, Argument) else left_out)
+        )
     record, outcome = trials[0], trials[0].outcome
     row = replace(row, setting=str(record.candidate))
     if isinstance(outcome, Failure):
