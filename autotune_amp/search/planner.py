@@ -26,7 +26,7 @@ from autotune_amp.dimensions import DIMENSIONS
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
-from autotune_amp.search.space import is_hopelessly_slow
+from autotune_amp.search.space import Space, is_hopelessly_slow
 from autotune_amp.trial.jobs import (
     MAX_TIMED_MICRO_BATCHES,
     Check,
@@ -377,7 +377,7 @@ class Planner:
         if not job_defaults.are_trials_fresh:
             return forecast
         num_values = sum(map(len, space.variants.values()))
-        num_checking = 2 * any(ranking.needs_check(c, space) for c in space.candidates)  # in each precision
+        num_checking = 2 * _has_checks(space)  # in each precision
         num_starts = len(precisions) + num_values + num_checking + 2 * (MIN_ROUNDS - 1)  # a trial counts as a round
         return (
             f"{forecast} That is {count(num_starts, 'start')} of the command, about "
@@ -395,8 +395,7 @@ class Planner:
         space = ledger.space
         if not any(isinstance(outcome, Measurement) for outcome in ledger.outcomes.values()):
             return self.budget.left()
-        is_checked = any(ranking.needs_check(c, space) for c in (*space.candidates, space.baseline))
-        return self.seconds_before_confirmation(ledger) - (self.check_seconds(ledger) if is_checked else 0.0)
+        return self.seconds_before_confirmation(ledger) - (self.check_seconds(ledger) if _has_checks(space) else 0.0)
 
     def min_gain(self, seconds: float) -> float:
         """Return the least expected relative gain in throughput that justifies a job of `seconds`."""
@@ -476,6 +475,12 @@ class Planner:
         """Return the check of whether accumulated gradients equal those of the whole batch."""
         batch_size = min(ledger.space.check_batch_size, ledger.space.baseline.effective_batch_size)
         return self.check(ledger, "accumulation", Setting(precision="fp32", batch_size=batch_size))
+
+
+def _has_checks(space: Space) -> bool:
+    """Whether any setting of the space needs a fidelity check, with arguments of a command or without."""
+    affects_numerics = any(not name.startswith("!") for name in space.argument_values)
+    return affects_numerics or any(ranking.needs_check(c, space) for c in (*space.candidates, space.baseline))
 
 
 def num_timed_passes(setting: Setting) -> int:

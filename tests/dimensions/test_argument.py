@@ -22,7 +22,7 @@ from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.ranking import check_key
 from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.checks import Checks
-from autotune_amp.search.stages.variants import NO_DIFFERENCE, Variants, variant_rows
+from autotune_amp.search.stages.variants import NO_DIFFERENCE, Variants, is_worth_trying, variant_rows
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Check, Trial
 
@@ -150,6 +150,14 @@ def test_samples_of_another_length_are_compared_by_their_tokens() -> None:
     _, rows, winner = searched(answer)
     assert winner.arguments == ()
     assert rows["attn", "eager"].speedup == pytest.approx(0.8)
+
+
+def test_a_value_that_the_user_wrote_down_is_worth_any_start() -> None:
+    search, _, winner = searched(lambda _, measurement: measurement)
+    search.job_defaults = replace(search.job_defaults, are_trials_fresh=True, ready_seconds=600.0)
+    asked, unasked = replace(winner, arguments=(("attn", "flash"),)), replace(winner, memory_format="channels_last")
+    assert is_worth_trying(search.ledger, search.planner, asked)
+    assert not is_worth_trying(search.ledger, search.planner, unasked)
 
 
 def test_no_value_is_tried_on_request() -> None:
