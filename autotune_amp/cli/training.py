@@ -98,6 +98,8 @@ def search(
     command_template = from_command_line(context.obj, workload, value or [], file or [], is_dry=dry_run)
     if command_template is not None and dry_run:
         commands = [shell_line(arguments) for arguments in command_template.first_commands()]
+        if not as_json and not quiet:
+            sys.stderr.write(f"{command_template.plan_line()}\n")
         return (
             json_document({"format": 1, "commands": commands})
             if as_json

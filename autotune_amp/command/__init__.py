@@ -4,10 +4,21 @@
 tried; `{seed}`, `{trial_dir}` and `{port}` differ from trial to trial. `'{precision:bf16=--bf16|fp32=}'` (quoted for
 the shell) inserts no argument or several: the choice without arguments is today's; otherwise name today's, as in
 `'{precision=fp32:bf16=--dtype bf16|fp32=--dtype fp32}'`. `--value` gives the command's name for a precision. `--file`
-names a settings file with placeholders; each trial gets a filled copy. Any other name in braces is an error that
-suggests the nearest name. Doubled braces, as in `{{epoch}}`, reach the training run as single ones; `${NAME}`, JSON,
-`{}` and formats such as `{date:%Y}` are left alone. In Python:
+names a settings file with placeholders; each trial gets a filled copy. Doubled braces, as in `{{epoch}}`, reach the
+training run as single ones; `${NAME}`, JSON, `{}` and formats such as `{date:%Y}` are left alone. In Python:
 `recommend_config(CommandTemplate.of("python train.py --bs {batch_size=32}"))`.
+
+**Your own arguments.** A placeholder with any other name lists the values to try of an argument of the command, today's
+first: `--attn {attn=sdpa:eager|flash_attention_2}`, `--optim '{optim=adamw_torch:adamw_torch_fused}'`, or with
+arguments `'{ckpt:on=--gradient_checkpointing|off=}'` (today: the choice without arguments, or `{ckpt=on:...}`). They
+may stand in the command and in its `--file`. Each value is tried on the fastest setting so far and kept if it is 3 %
+faster, or if it frees the memory that a larger batch needs. A value that the command refuses costs only its own row.
+Its gradients are compared with those of fp32 and today's arguments; write `{!ckpt:...}` if it cannot affect them. A
+value that changes the batches or the first weights stays *unchecked*; samples of another length are compared by their
+tokens. If the first losses are equal bit for bit, and speed and memory within 3 %, the row says that the value may not
+reach the training. `--try none` keeps today's values. A name like one of the placeholders above is an error that
+suggests that one, and so is a name in braces without values. Before its trials the search prints what it tries, what
+needs a placeholder, and how often it starts the command.
 
 **Trials.** Each trial runs the command itself with a few hooks in it (`autotune_amp/command/agent`), until its steps
 are measured; then the command and every process that it started are killed. Its output is shown if it fails. The first
@@ -16,9 +27,10 @@ another batch size. Both count as trials. A placeholder that does not reach the 
 requested and the observed value. A precision in which the command fails, or is far too slow, is left out with a
 warning.
 
-**Fidelity.** The fidelity of a precision is judged in runs of the command, by the gradients of the same batches at the
-same first weights. A model that is loaded in bf16 is compared with its weights converted to fp32; its rows called fp32
-compute with the bf16 weights.
+**Fidelity.** The fidelity of a precision, and of your own arguments, is judged in runs of the command, by the gradients
+of the same batches at the same first weights. What acts after the gradients, such as an optimizer, is not judged. A
+model that is loaded in bf16 is compared with its weights converted to fp32; its rows called fp32 compute with the bf16
+weights.
 
 **Effective batch size.** Without `{accumulation_steps}` a smaller batch size would change what the model learns, so
 none is tried unless `--effective-batch-size free` is given. A script that itself accumulates to a total keeps its
@@ -28,10 +40,11 @@ warm-up for instance, only the size of its batches is judged.
 
 **Without placeholders.** The agent then sets batch size and precision: in the framework's arguments, else in the
 script's own autocast regions, else around the model's forward. fp16 needs a GradScaler in the script. A value that
-cannot be set is reported and not recommended. `run` starts the real training run in the same way: it prints one line
-on the values that it set and where, replaces a GradScaler by a PrecisionController, and then is the command itself,
-including its signals and exit code. `apply` prints a diff of the observed calls, runs an edited copy for a
-few steps and reports whether it ran with the recommended values; places that it cannot edit are named by their lines.
+cannot be set is reported and not recommended. `run` starts the real training run in the same way: it prints one line on
+the values that it set and where, replaces a GradScaler by a PrecisionController, and then is the command itself,
+including its signals and exit code; a command without the recommended arguments of your own is an error. `apply` prints
+a diff of the observed calls, runs an edited copy for a few steps and reports whether it ran with the recommended
+values; places that it cannot edit are named by their lines.
 
 **Supported training code**, and the values that are observed and set in it:
 

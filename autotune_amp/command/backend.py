@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from autotune_amp.command import measure
 from autotune_amp.command.command import Command
 from autotune_amp.command.frozen_pair import FrozenPair, PairingProblem, pair_steps
-from autotune_amp.command.known_arguments import with_placeholders
+from autotune_amp.command.known_arguments import suggested_arguments, with_placeholders
 from autotune_amp.command.messages import Gradient, Refused
 from autotune_amp.command.rank_steps import Rank
 from autotune_amp.command.ranks import RunEvents
@@ -193,6 +193,8 @@ class CommandBackend(WorkloadBackend):
         return replace(
             description,
             keeps_effective_batch_size=command.line.keeps_effective_batch_size,
+            argument_values=command.line.argument_values,
+            suggestions=suggested_arguments(command.line, rank.switches),
             num_workers=loader.num_workers if loader and "num_workers" in command.line.placeholders else None,
             unsettable=unsettable_values,
             notes=(
@@ -461,8 +463,9 @@ class CommandBackend(WorkloadBackend):
         )
 
     def _check(self, check: Check) -> Fidelity | Failure:
-        """Judge the fidelity of a precision by gradients of two runs, in it and in fp32, with the same weights and
-        batches of today's size. Optimizer steps are replaced by recording the gradients.
+        """Judge the fidelity of a precision and arguments by gradients of two runs, with them and in fp32 with today's
+        arguments, from the same weights and batches of today's size. Optimizer steps are replaced by recording the
+        gradients.
         """
         began, gradients, losses = time.monotonic(), [], []
         today = self._command.today
@@ -481,8 +484,9 @@ class CommandBackend(WorkloadBackend):
                 )
                 output = folder / name
                 output.mkdir()
+                arguments = check.candidate.arguments if name == "low" else ()
                 completed = self._command.run(
-                    replace(today, precision=precision),
+                    replace(today, precision=precision, arguments=arguments),
                     Deadlines(whole_seconds=seconds_left),
                     # A GradScaler may skip its first steps, which give no gradients.
                     lambda events: max(events.num_frozen_steps, events.num_steps - MAX_SKIPS) >= NUM_FROZEN_STEPS,
@@ -507,13 +511,14 @@ class CommandBackend(WorkloadBackend):
                         if step.losses
                     )
                 )
-            steps = pair_steps(*gradients)
+            steps = pair_steps(*gradients, has_other_arguments=bool(check.candidate.arguments))
             if isinstance(steps, PairingProblem):
                 return check.unchecked(*steps)
             judged: Fidelity | Failure = self._local.submit(
                 FrozenPair(
                     device="cpu",
                     precision=check.candidate.precision,
+                    label=check.candidate.labelled(["precision", "arguments"]),
                     batch_size=today.batch_size,
                     steps=steps,
                     losses=(losses[0], losses[1]),

@@ -25,13 +25,14 @@ class FrozenStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrozenPair(Job[Fidelity], frozen=True, kw_only=True):
-    """Job that judges the fidelity of `precision` by the gradients of `steps`, grouped by batch. `losses` are those of
-    the low precision, then those of fp32.
+    """Job that judges the fidelity of `precision` by the gradients of `steps`, grouped by batch. `label` names it with
+    the arguments of the command that it ran with. `losses` are those of the low precision, then those of fp32.
     """
 
     answer: ClassVar[Any] = Fidelity
 
     precision: Precision
+    label: str
     batch_size: int
     steps: tuple[tuple[FrozenStep, ...], ...]
     losses: tuple[tuple[float, ...], tuple[float, ...]]
@@ -57,7 +58,9 @@ class FrozenPair(Job[Fidelity], frozen=True, kw_only=True):
                 for batch in self.steps
             ]
 
-        return fidelity_from_gradients(read("low"), read("reference"), self.losses, self.precision, self.batch_size)
+        return fidelity_from_gradients(
+            read("low"), read("reference"), self.losses, self.precision, self.batch_size, label=self.label
+        )
 
 
 class PairingProblem(NamedTuple):
@@ -69,10 +72,14 @@ class PairingProblem(NamedTuple):
 
 _SEED = "Seed the random number generators: each run must start with the same weights and batches."
 
+_COMPARE = "Compare the losses of both values in longer runs before relying on it."
 
-def pair_steps(low: list[Gradient], reference: list[Gradient]) -> tuple[tuple[FrozenStep, ...], ...] | PairingProblem:
+
+def pair_steps(
+    low: list[Gradient], reference: list[Gradient], *, has_other_arguments: bool = False
+) -> tuple[tuple[FrozenStep, ...], ...] | PairingProblem:
     """Return the steps that both runs recorded, grouped by batch, or why they cannot be compared. `reference` is of
-    fp32.
+    fp32; `has_other_arguments`: the other run has other arguments of the command than today's.
     """
     low_by_key = {(g.rank, g.optimizer, g.number): g for g in low}
     reference_by_key = {(g.rank, g.optimizer, g.number): g for g in reference}
@@ -90,10 +97,11 @@ def pair_steps(low: list[Gradient], reference: list[Gradient]) -> tuple[tuple[Fr
             "no batch was observed, neither from a DataLoader nor as an input of the model",
             "Call the model with its batch as tensors.",
         )
-    if any(low_by_key[key].weights != reference_by_key[key].weights for key in common_keys):
-        return PairingProblem("the first weights differ from run to run", _SEED)
-    if any(low_by_key[key].batch != reference_by_key[key].batch for key in common_keys):
-        return PairingProblem("the batches differ from run to run", _SEED)
+    for part, name in (("weights", "first weights"), ("batch", "batches")):
+        if any(getattr(low_by_key[key], part) != getattr(reference_by_key[key], part) for key in common_keys):
+            if has_other_arguments:
+                return PairingProblem(f"this value changes the {name} themselves", _COMPARE)
+            return PairingProblem(f"the {name} differ from run to run", _SEED)
     numbers = dict.fromkeys(key[2] for key in common_keys)
     return tuple(
         tuple(

@@ -86,6 +86,33 @@ def with_placeholders(line: CommandTemplate, switches: Iterable[Switch]) -> tupl
     return extended, [note] if flags else []
 
 
+def suggested_arguments(line: CommandTemplate, switches: Iterable[Switch]) -> tuple[str, ...]:
+    """Return arguments of HfArgumentParser with placeholders that the user may write in the command, where it has none.
+
+    Flags of the model's own arguments are known only to the script, so that they are not added without being asked.
+    """
+    today = next(
+        (s.today for s in switches if s.parser == "HfArgumentParser" and _names_script([*line.arguments], s)), {}
+    )
+    optimizer, others = str(today.get("optim", "")), ("adamw_torch_fused", "adamw_torch")
+    checkpointing = {"False": "True", "True": "False"}
+    suggestions = {
+        "--attn_implementation": "{attn=sdpa:eager|flash_attention_2}" if today else None,
+        "--optim": f"{{optim={optimizer}:{'|'.join(each for each in others if each != optimizer)}}}"
+        if optimizer.startswith("adamw_torch")
+        else None,
+        "--gradient_checkpointing": next(
+            (f"{{ckpt={a}:{b}}}" for a, b in checkpointing.items() if a == today.get("gradient_checkpointing")), None
+        ),
+    }
+    text = " ".join(line.arguments)
+    return tuple(
+        f"{flag} '{placeholder}'"
+        for flag, placeholder in suggestions.items()
+        if placeholder is not None and not re.search(rf"{flag}[ =]\{{|\{{[^}}]*{flag}", text)
+    )
+
+
 def _names_script(arguments: list[str], switch: Switch) -> bool:
     """Whether the command itself starts the script of `switch`, so that arguments can be added to it."""
     if switch.parser == "accelerate launch":

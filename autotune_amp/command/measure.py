@@ -17,6 +17,7 @@ from autotune_amp.processes.ranks import failure_of_rank
 from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, NUM_WARMUP_STEPS, Trial, stop_reason
 from autotune_amp.trial.judge import RunEvidence, judge
 
+NUM_FIRST_STEPS = 8  # steps whose losses are kept: small differences grow from step to step
 MIN_NUM_INTERVALS = 2  # the least from which an interval of the step time can be given
 MAX_RARE_SHARE = 0.1  # numbers of batches in at most this share of the steps are ignored
 _PRECISION_BY_DTYPE: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
@@ -98,6 +99,8 @@ def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int
             if failure := judge(RunEvidence(steps=steps)):
                 return failure_of_rank(failure, each.rank, each.world)
     first = rank.primary_steps[0].time - began
+    first_steps = min(events.ranks.values(), key=lambda each: each.rank).primary_steps[:NUM_FIRST_STEPS]
+    first_losses = tuple(float(loss) for step in first_steps for loss in step.losses)
     return Measurement(
         step_seconds=step_seconds,
         step_seconds_interval=(min(low, step_seconds), max(high, step_seconds)),
@@ -115,6 +118,7 @@ def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int
         was_cut=trial.cut_step_seconds is not None and step_seconds > trial.cut_step_seconds,
         num_compiling_steps=rank.num_compiling_steps,
         num_steps_taken=len(rank.primary_steps),
+        first_losses=first_losses if all(map(math.isfinite, first_losses)) else (),
     )
 
 

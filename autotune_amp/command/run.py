@@ -43,7 +43,8 @@ def command_to_start(
     """Return the command with its placeholders filled, and the agent's values: those recommended that the command does
     not contain.
 
-    Raises `InvalidRequestError` if a placeholder such as `{trial_dir}` is left, which exists only in trials.
+    Raises `InvalidRequestError` if a placeholder such as `{trial_dir}` is left, which exists only in trials, or if the
+    command lacks a recommended argument of its own.
     """
     config, workload = recommendation.config, recommendation.workload
     searched = recommendation.command_template
@@ -58,6 +59,14 @@ def command_to_start(
             f"The command has {{{unfilled[0]}}}, which no recommendation fills.",
             f"Write a value in place of {{{unfilled[0]}}}.",
         )
+    for name, value in config.arguments:
+        choices = searched.placeholders[name].choices if searched and name in searched.placeholders else None
+        text = (choices or {}).get(value, value)
+        if name not in template.placeholders and text not in " ".join(arguments):
+            raise InvalidRequestError(
+                f"The recommendation has {name.lstrip('!')}={value}, which this command does not contain.",
+                f"Write {text!r} where the command takes it, or the placeholder of the search.",
+            )
     searched_arguments = None if searched is None else searched.of_setting(config, str(path.parent))[0]
     names_in_command = {
         *template.placeholders,

@@ -6,7 +6,6 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,25 @@ from autotune_amp.core.setting import Setting
 TRIAL_PLACEHOLDERS = ("seed", "trial_dir", "port")
 _NUMBERS = ("batch_size", "accumulation_steps", "num_workers")
 _NAMES = ("precision", *_NUMBERS, *TRIAL_PLACEHOLDERS)
-# Only the precision may have choices.
+# Names of further parameters in the Optuna study of a search.
+_NAMES_IN_STUDY = ("init_scale", "growth_interval")
+# Of these names only the precision may have choices.
 _PLACEHOLDER = re.compile(
     r"\{(?P<name>(?P<precision>precision)|" + "|".join(_NAMES[1:]) + r")"
     r"(?:=(?P<today>[^{}:|]*))?(?(precision)(?::(?P<choices>[^{}=]*=[^{}]*))?)\}"
 )
+# A placeholder of the user's own: {name=today:value|value}, {name=today:value=arguments|...}, or the latter without
+# today's value if one choice has no arguments. A format such as {x:0=5} and {x=!r:>5} of Python is none.
+_ARGUMENTS = r"[^\s{}:|=]+=[^{}|]*(?:\|[^\s{}:|=]+=[^{}|]*)*"
+_OWN_PLACEHOLDER = re.compile(
+    rf"\{{(?P<own>(?!(?:{'|'.join(_NAMES)})\b)!?[A-Za-z_]\w*)"
+    rf"(?:=(?P<own_today>[^\s!{{}}:|=][^{{}}:|=]*):(?:(?P<own_values>[^\s{{}}|=][^{{}}|=]*(?:\|[^{{}}|=]+)*)"
+    rf"|(?P<own_choices>{_ARGUMENTS}))"
+    rf"|:(?=[^{{}}]*\|)(?=[^{{}}]*=[|}}])(?P<own_choices_only>{_ARGUMENTS}))\}}"
+)
 # Text that is no placeholder: a shell's ${NAME}, which is kept, and {{NAME}}, which becomes {NAME}.
 _LITERAL = re.compile(r"\$\{[^{}]*\}|\{(?P<single>\{(?P<literal>[A-Za-z_][\w-]*)(?:[=:][^{}]*)?\})\}")
-_BRACES = re.compile(f"{_LITERAL.pattern}|{_PLACEHOLDER.pattern}")
+_BRACES = re.compile(f"{_LITERAL.pattern}|{_PLACEHOLDER.pattern}|{_OWN_PLACEHOLDER.pattern}")
 # Braces that may be a misspelt placeholder, unlike JSON, {}, {1..3} and { command; }.
 _POSSIBLE_PLACEHOLDER = re.compile(r"\{(?P<name>[A-Za-z_][\w-]*)(?:(?P<rest>[=:][^{}]*)\}?|\}|$)")
 _CHOICES = re.compile(r":[\w.-]+=")
@@ -37,10 +47,13 @@ _MIN_SIMILARITY = 0.75  # ratio of difflib from which on a name counts as a miss
 
 
 class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
-    """A placeholder in a command: ``{name=today}``, or ``{name:value=arguments|value=arguments}``.
+    """A placeholder in a command: ``{name=today}``, ``{name:value=arguments|value=arguments}``, or, with a name of the
+    user's own, ``{name=today:value|value}``.
 
     The second form is replaced by the arguments of the chosen value, none or several. `today` is the present value, as
-    written in the command; without one it is the choice that adds no arguments.
+    written in the command; without one it is the choice that adds no arguments. `choices` maps each value to the text
+    that replaces the placeholder. A name of the user's own that begins with ``!`` stands for an argument that does not
+    affect numerics.
     """
 
     name: str
@@ -52,11 +65,12 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
     """A training command with placeholders that a setting fills.
 
     Placeholders are ``batch_size``, ``precision``, ``accumulation_steps``, ``num_workers``, and ``seed``,
-    ``trial_dir``, ``port``, which differ for each trial. Doubled braces become single ones; a shell's ``${NAME}``
-    and braces that cannot be a placeholder are kept. `values` maps names of precisions to the command's own names,
-    such as ``{"bf16": "bf16-mixed"}``. `files` maps the names of settings files with placeholders to their
-    texts; each name occurs in an argument, which is changed to the path of a filled copy for each trial. With
-    `keeps_effective_batch_size` the script itself accumulates so that the effective batch size does not change.
+    ``trial_dir``, ``port``, which differ for each trial; any other name is one of the user's own. Doubled braces become
+    single ones; a shell's ``${NAME}`` and braces that cannot be a placeholder are kept. `values` maps names of
+    precisions to the command's own names, such as ``{"bf16": "bf16-mixed"}``. `files` maps the names of settings files
+    with placeholders to their texts; each name occurs in an argument or in an earlier file, where it is changed to the
+    path of a filled copy for each trial. With `keeps_effective_batch_size` the script itself accumulates so that the
+    effective batch size does not change.
     """
 
     arguments: tuple[str, ...]
@@ -72,12 +86,13 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         arguments = tuple(shlex.split(command) if isinstance(command, str) else command)
         if not arguments:
             raise InvalidRequestError("The command is empty.", "Give it after `--`, as in `search -- python train.py`.")
-        texts = {}
+        texts: dict[str, str] = {}
         for file in files:
-            if not any(file in argument for argument in arguments):
+            if not any(file in text for text in (*arguments, *texts.values())):
                 raise InvalidRequestError(
                     f"--file {file} does not occur in the command's arguments.",
-                    f"Write {file!r} where the command takes its settings file.",
+                    f"Write {file!r} where the command takes its settings file; a file that another one names comes "
+                    "after that.",
                 )
             try:
                 texts[file] = read_file(file).decode()
@@ -94,6 +109,11 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
                 )
         for placeholder in template.placeholders.values():
             _check_placeholder(placeholder, template.values)
+            if f"!{placeholder.name}" in template.placeholders:
+                raise InvalidRequestError(
+                    f"Both {{{placeholder.name}=…}} and {{!{placeholder.name}=…}} are given.",
+                    "Write the ! in every place where the argument does not affect numerics, or in none.",
+                )
         for argument in arguments:
             _raise_if_unknown_placeholder(argument, "the command", is_file=False)
         for file, text in texts.items():
@@ -102,19 +122,14 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def placeholders(self) -> dict[str, Placeholder]:
-        """Return the placeholders by name. Raises `InvalidRequestError` if one is given twice in different ways."""
+        """Return the placeholders by name. Raises `InvalidRequestError` if one is given twice with different values of
+        today, or with choices for different values.
+        """
         by_name: dict[str, Placeholder] = {}
         for text in (*self.arguments, *self.files.values()):
-            for placeholder in map(_placeholder_from_match, filter(itemgetter("name"), _BRACES.finditer(text))):
-                bare = Placeholder(name=placeholder.name)
-                earlier = by_name.setdefault(placeholder.name, placeholder)
-                if bare not in (placeholder, earlier) and placeholder != earlier:
-                    raise InvalidRequestError(
-                        f"{{{earlier.name}}} is given twice with different values.",
-                        f"Give today's value once, and write {{{earlier.name}}} elsewhere.",
-                    )
-                if earlier == bare:
-                    by_name[earlier.name] = placeholder
+            for placeholder in filter(None, map(_placeholder_from_match, _BRACES.finditer(text))):
+                earlier = by_name.get(placeholder.name)
+                by_name[placeholder.name] = placeholder if earlier is None else _merged(earlier, placeholder)
         return by_name
 
     @property
@@ -141,8 +156,18 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         values = {name: self.today(name) for name in ("precision", *_NUMBERS)}
         return {n: value if n == "precision" else int(value) for n, value in values.items() if value is not None}
 
+    @property
+    def argument_values(self) -> dict[str, tuple[str, ...]]:
+        """Return the values of the user's own placeholders by name, today's value first; the name may begin with
+        ``!``.
+        """
+        own = (each for each in self.placeholders.values() if each.name not in _NAMES and each.today is not None)
+        return {each.name: tuple(dict.fromkeys((str(each.today), *(each.choices or {})))) for each in own}
+
     def first_commands(self) -> list[tuple[str, ...]]:
-        """Return example commands: the present one, one with another precision, and one with half the batch size."""
+        """Return example commands: the present one, one with another precision, one with half the batch size, and one
+        for each other value of the user's own placeholders.
+        """
         today = {"batch_size": 32, "precision": "fp32", **self.today_values}
         trial_values = {"seed": 0, "trial_dir": "TRIAL_DIR", "port": 29500}
         precision = self.placeholders.get("precision")
@@ -150,9 +175,18 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         others = [
             {"precision": next((p for p in precisions if p != today["precision"]), today["precision"])},
             {"batch_size": max(1, today["batch_size"] // 2)},
+            *({name: value} for name, (_, *others) in self.argument_values.items() for value in others),
         ]
         commands = [self.filled({**today, **other, **trial_values}, "TRIAL_DIR")[0] for other in ({}, *others)]
         return list(dict.fromkeys(commands))
+
+    def plan_line(self) -> str:
+        """Return a line for the user on what a search can set, as far as that is known without running the command."""
+        own = [f"{name.lstrip('!')} {' or '.join(values)}" for name, values in self.argument_values.items()]
+        names = [name.replace("_", " ") for name in ("precision", *_NUMBERS) if name in self.placeholders]
+        others = [name for name in ("precision", "batch_size") if name not in self.placeholders]
+        outside = f" Set from outside if the script allows it: {', '.join(others)}." * bool(others)
+        return f"Placeholders: {'; '.join([*names, *own]) or 'none'}.{outside.replace('_', ' ')}"
 
     def outside(self, setting: Setting, today: Setting) -> dict[str, Any]:
         """Return the values of `setting` that differ from `today` and have no placeholder: hooks must set them."""
@@ -172,7 +206,7 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         self, setting: Setting, files_in: str, **trial_values: Any
     ) -> tuple[tuple[str, ...], dict[str, str]]:
         """Return the command for a setting, as `filled` does; `trial_values` fill the placeholders of the trial."""
-        values = {name: getattr(setting, name) for name in ("precision", *_NUMBERS)}
+        values = {name: getattr(setting, name) for name in ("precision", *_NUMBERS)} | dict(setting.arguments)
         if setting.num_workers is None:
             del values["num_workers"]
         return self.filled({**values, **trial_values}, files_in)
@@ -183,25 +217,34 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         `values` are the values of a setting and of a trial; a placeholder without a value is kept.
         """
         paths = {file: str(Path(files_in, Path(file).name)) for file in self.files}
+
+        def with_paths(text: str) -> str:
+            for file, path in paths.items():
+                text = text.replace(file, path)
+            return text
+
         arguments: list[str] = []
         for argument in self.arguments:
-            filled = self._fill(argument, values)
-            for file, path in paths.items():
-                filled = filled.replace(file, path)
-            whole = _PLACEHOLDER.fullmatch(argument)
-            arguments += shlex.split(filled) if whole is not None and whole["choices"] is not None else [filled]
+            filled = with_paths(self._fill(argument, values))
+            whole = _BRACES.fullmatch(argument)
+            has_choices = whole is not None and _choices_text(whole) is not None
+            arguments += shlex.split(filled) if has_choices else [filled]
         return tuple(arguments), {
-            paths[file]: self._fill(text, values, is_file=True) for file, text in self.files.items()
+            paths[file]: with_paths(self._fill(text, values, is_file=True)) for file, text in self.files.items()
         }
 
     def _fill(self, text: str, values: Mapping[str, Any], *, is_file: bool = False) -> str:
         def fill(match: re.Match[str]) -> str:
-            if match["name"] is None:
-                is_single = match["single"] and not (
-                    is_file and _similar_placeholder(match["literal"], _MIN_SIMILARITY) is None
-                )
-                return match["single"] if is_single else match[0]
             placeholder = _placeholder_from_match(match)
+            if placeholder is None:
+                is_placeholder = not is_file or (
+                    match["single"]
+                    and (
+                        _OWN_PLACEHOLDER.fullmatch(match["single"])
+                        or _similar_placeholder(match["literal"], _MIN_SIMILARITY)
+                    )
+                )
+                return match["single"] if match["single"] and is_placeholder else match[0]
             value = values.get(placeholder.name, placeholder.today)
             if value is None:
                 return f"{{{placeholder.name}}}"
@@ -212,14 +255,36 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         return _BRACES.sub(fill, text)
 
 
-def _placeholder_from_match(match: re.Match[str]) -> Placeholder:
-    choices = None
-    if match["choices"] is not None:
-        choices = dict(choice.partition("=")[::2] for choice in match["choices"].split("|"))
-    today = match["today"]
+def _choices_text(match: re.Match[str]) -> str | None:
+    """Return the choices of arguments in a match of `_BRACES`, or None."""
+    return match["choices"] or match["own_choices"] or match["own_choices_only"]
+
+
+def _placeholder_from_match(match: re.Match[str]) -> Placeholder | None:
+    """Return the placeholder that a match of `_BRACES` is, or None for other text in braces."""
+    name, today, choices = match["name"] or match["own"], match["today"] or match["own_today"], None
+    if name is None:
+        return None
+    if (text := _choices_text(match)) is not None:
+        choices = dict(choice.partition("=")[::2] for choice in text.split("|"))
+    elif match["own_values"] is not None:
+        choices = {value: value for value in (today, *match["own_values"].split("|"))}
     if today is None and choices is not None:
         today = next((value for value, arguments in choices.items() if not arguments), None)
-    return Placeholder(name=match["name"], today=today, choices=choices)
+    return Placeholder(name=name, today=today, choices=choices)
+
+
+def _merged(one: Placeholder, other: Placeholder) -> Placeholder:
+    """Return the placeholder that two of one name describe together; each place keeps its own words for a value."""
+    today = {one.today, other.today} - {None}
+    has_other_values = one.choices and other.choices and one.choices.keys() != other.choices.keys()
+    if len(today) > 1 or has_other_values:
+        raise InvalidRequestError(
+            f"{{{one.name}}} is given twice with different values.",
+            f"Give today's value once, and write {{{one.name}}} elsewhere; choices in several places are of the same "
+            "values.",
+        )
+    return Placeholder(name=one.name, today=next(iter(today), None), choices=one.choices or other.choices)
 
 
 def _similar_placeholder(name: str, min_similarity: float) -> str | None:
@@ -250,12 +315,14 @@ def _raise_if_unknown_placeholder(text: str, where: str, *, is_file: bool) -> No
             )
         nearest = similar_name or _similar_placeholder(name, 0.6)  # 0.6: difflib's default ratio for a guess
         value = rest.replace(":", "=", 1) if is_format else rest
+        today = value.strip("=").rstrip("}").partition(":")[0]
         raise InvalidRequestError(
             f"{braces!r} in {where} is not a placeholder: {name!r} is unknown.",
             (
                 f"Write {{{nearest}{value}}}."
                 if nearest
-                else f"Use one of {', '.join(f'{{{each}}}' for each in _NAMES)}."
+                else f"Use one of {', '.join(f'{{{each}}}' for each in _NAMES)}, or give the values to try of an "
+                f"argument of your own, today's first: {{{name}={today or 'TODAY'}:OTHER|OTHER}}."
             )
             + literally,
         )
@@ -263,6 +330,8 @@ def _raise_if_unknown_placeholder(text: str, where: str, *, is_file: bool) -> No
 
 def _check_placeholder(placeholder: Placeholder, words: Mapping[str, str]) -> None:
     """Raise `InvalidRequestError` for an invalid value; `words` maps precisions to the command's own names."""
+    if placeholder.name not in _NAMES:
+        _check_own_placeholder(placeholder)
     name, used_values = placeholder.name, [*(placeholder.choices or {}), *filter(None, [placeholder.today])]
     if placeholder.today is None and (placeholder.choices is not None or name == "num_workers"):
         choices = placeholder.choices or {}
@@ -289,6 +358,31 @@ def _check_placeholder(placeholder: Placeholder, words: Mapping[str, str]) -> No
             raise InvalidRequestError(
                 f"{{{name}}} has the value {value!r}, which is not a valid number.", f"Write {{{name}=8}}, for example."
             )
+
+
+def _check_own_placeholder(placeholder: Placeholder) -> None:
+    """Raise `InvalidRequestError` if the name of a user's own placeholder is taken, or if it has no values to try."""
+    name, choices = placeholder.name.lstrip("!"), placeholder.choices or {}
+    similar_name = _similar_placeholder(name, _MIN_SIMILARITY)
+    if similar_name is not None or name in _NAMES_IN_STUDY:
+        raise InvalidRequestError(
+            f"{{{placeholder.name}=…}} is not a placeholder: {name!r} is "
+            + (f"like {similar_name!r}." if similar_name else "a parameter of every study."),
+            (f"Write {{{similar_name}={placeholder.today}}}, or " if similar_name else "")
+            + f"use another name, as in {{my_{name}={placeholder.today}:OTHER}}.",
+        )
+    if placeholder.today not in choices:
+        raise InvalidRequestError(
+            f"{{{placeholder.name}={placeholder.today}:…}} has no arguments for today's value.",
+            f"Add them, none if there are none: {{{placeholder.name}={placeholder.today}:{placeholder.today}=|"
+            + "|".join(f"{value}={arguments}" for value, arguments in choices.items())
+            + "}.",
+        )
+    if len(choices) == 1:
+        raise InvalidRequestError(
+            f"{{{placeholder.name}={placeholder.today}:…}} has no other value than today's.",
+            f"Add the values to try: {{{placeholder.name}={placeholder.today}:OTHER|OTHER}}.",
+        )
 
 
 def to_command_line(template: CommandTemplate) -> list[str]:

@@ -131,6 +131,17 @@ def _check_setting(setting: Setting) -> None:
         lambda module_names: _is_list(module_names) and all(map(_is_printable, module_names)),
     )
     msgspec.structs.force_setattr(setting, "pinned_modules", tuple(setting.pinned_modules))
+    pairs = "a list of [name, value] pairs of texts without control characters"
+    _must_be(
+        setting,
+        "arguments",
+        pairs,
+        lambda arguments: (
+            _is_list(arguments)
+            and all(_is_list(pair) and len(pair) == 2 and all(map(_is_printable, pair)) for pair in arguments)
+        ),
+    )
+    msgspec.structs.force_setattr(setting, "arguments", tuple(sorted(map(tuple, setting.arguments))))
     for name, values in VARIANT_VALUES.items():
         _must_be(setting, name, f"one of {', '.join(values)}", values.__contains__)
     for name, allowed in setting.misfits.items():

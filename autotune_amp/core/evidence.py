@@ -220,7 +220,7 @@ def config_line(config: AmpConfig, num_ranks: int = 1) -> str:
         text += f", {config.accumulation_steps} accumulation steps ({effective})"
     elif num_ranks > 1:
         text += f", {effective}"
-    further = [config.labelled([name]) for name in VARIANT_VALUES]
+    further = [config.labelled([name]) for name in (*VARIANT_VALUES, "arguments")]
     workers = None if config.num_workers is None else count(config.num_workers, "loader worker")
     return ", ".join(filter(None, (text, *further, workers)))
 

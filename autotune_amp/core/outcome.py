@@ -50,7 +50,9 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     `ending_seconds` is both, None if they were not run, `ending_problem` the reason why one did not end.
     `joules_per_sample` is the energy of the device, None if unknown. `is_own_loop`: the steps ran in the framework's
     own Trainer, including its work between steps, and `why_not_own_loop` is the reason if a confirmation could not use
-    it.
+    it. `tokens_per_second` are real tokens over the measured steps, and `padded_share` is the share of all positions
+    that is padding; both None if no batch held token ids (`command.agent.tokens`). `first_losses` are those of a
+    command's first optimizer steps.
     """
 
     step_seconds: Positive
@@ -79,6 +81,9 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     num_steps_taken: Whole = 0
     is_own_loop: bool = False
     why_not_own_loop: str | None = None
+    tokens_per_second: Positive | None = None
+    padded_share: Share | None = None
+    first_losses: tuple[float, ...] = ()
 
     @property
     def num_steps(self) -> int:
@@ -439,7 +444,9 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     a batch size of `check_batch_size` at most: rounding hardly depends on the batch size (studies/README.md). `loader`
     is the place in a command's code where its training loader is made, ``file:function:line``; without one, samples are
     counted along `sample_dim` of the model's inputs. `variants` maps the name of a further dimension to its values,
-    each with the reason why the model and optimizer do not support it, None if they do.
+    each with the reason why the model and optimizer do not support it, None if they do. `argument_values` maps the
+    name of a command's own placeholder to its values, today's first; the name begins with ``!`` if the argument does
+    not affect numerics. `suggestions` are arguments with placeholders that the user may add to the command.
     """
 
     name: str
@@ -474,6 +481,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     loader: str | None = None
     sample_dim: Integer = 0
     variants: dict[str, dict[str, str | None]] = {}
+    argument_values: dict[str, tuple[str, ...]] = {}
+    suggestions: tuple[str, ...] = ()
 
     def available_bytes(self, of_device: int, device: str) -> int:
         """Return the memory per process in bytes out of `of_device`: on a CPU the ranks share it."""

@@ -46,6 +46,10 @@ def _workers_label(num: int) -> str:
     return f"with {count(num, 'loader worker')}"
 
 
+def _arguments_label(arguments: tuple[tuple[str, str], ...]) -> str:
+    return " ".join(f"{name.lstrip('!')}={value}" for name, value in arguments)
+
+
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """A value for every dimension. Configs, fallback plans and table rows inherit its fields.
 
@@ -57,6 +61,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     its algorithms, `fp8_recipe` is the scaling of fp8 linear layers, `optimizer_impl` the implementation of the
     optimizer's step, `compile` a mode of ``torch.compile``; with `activation_checkpointing` the model's repeated blocks
     recompute their activations in the backward pass.
+    `arguments` are the values of a command's own placeholders that differ from today's, sorted by name; a name that
+    begins with ``!`` is of an argument that does not affect numerics.
     """
 
     precision: Annotated[Precision, Label(str)]
@@ -78,6 +84,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     compile: Annotated[
         Literal["off", "default", "max-autotune-no-cudagraphs", "reduce-overhead"], Label("compiled ({})".format)
     ] = "off"
+    arguments: Annotated[tuple[tuple[str, str], ...], Label(_arguments_label)] = ()
 
     @classmethod
     def of(cls, setting: Setting, **others: Any) -> Self:
@@ -101,6 +108,16 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     def active_variants(self) -> dict[str, str]:
         """Return the variants that change the training, by name, in the order in which they are set up."""
         return {name: getattr(self, name) for name in VARIANT_VALUES if self.uses(name)}
+
+    @property
+    def has_variants(self) -> bool:
+        """Return whether a variant or a command's own argument has another value than today's."""
+        return bool(self.active_variants or self.arguments)
+
+    @property
+    def numeric_arguments(self) -> tuple[tuple[str, str], ...]:
+        """Return the arguments that affect numerics."""
+        return tuple(argument for argument in self.arguments if not argument[0].startswith("!"))
 
     def uses(self, name: str) -> bool:
         """Return whether the dimension `name` changes the training: it has another value than the default.
@@ -140,8 +157,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def without_variants(self) -> Self:
-        """Return the setting with all variants at their defaults, so that model and optimizer are unchanged."""
-        return msgspec.structs.replace(self.without_fp8, **{name: DEFAULTS[name] for name in VARIANT_VALUES})
+        """Return the setting with all variants and arguments at their defaults, so that the training is unchanged."""
+        names = (*VARIANT_VALUES, "arguments")
+        return msgspec.structs.replace(self.without_fp8, **{name: DEFAULTS[name] for name in names})
 
     @property
     def scaling(self) -> Setting:

@@ -33,8 +33,9 @@ print(model[0].weight.is_contiguous(memory_format=torch.channels_last), optimize
 The names in a `state_dict` do not change (no `_orig_mod.`), so checkpoints load with and without `prepare`. bf16
 weights are tried only on request (`--try weights`), since small updates round away on them; the fidelity check counts
 these. `cudnn_benchmark` (`torch.backends.cudnn.benchmark = True`) is tried if a model has convolutions and all its
-batches have one shape. `autotune-amp export --to env` also contains the allocator's setting. No variant is tried on a
-command, which can only set its placeholders.
+batches have one shape. `autotune-amp export --to env` also contains the allocator's setting. On a command only its
+own placeholders are tried, among them any that you write for an argument of yours, such as `{attn=sdpa:eager}`
+(`autotune_amp.command`).
 
 `autotune-amp export --to torch` writes the variants as `model.compile(...)`, `model.to(memory_format=...)` and a
 comment for the optimizer. (Before torch 2.15 `compile` ignores a bare `nn.Sequential`; `prepare` compiles it.) In
@@ -65,6 +66,7 @@ from msgspec.structs import replace
 from autotune_amp.core.setting import Setting
 from autotune_amp.dimensions.activation_checkpointing import ACTIVATION_CHECKPOINTING
 from autotune_amp.dimensions.allocator import ALLOCATOR
+from autotune_amp.dimensions.argument import ARGUMENTS
 from autotune_amp.dimensions.batch_size import ACCUMULATION_STEPS, BATCH_SIZE
 from autotune_amp.dimensions.compile import COMPILE
 from autotune_amp.dimensions.cudnn_benchmark import CUDNN_BENCHMARK
@@ -81,6 +83,7 @@ __all__ = [
     "ACCUMULATION_STEPS",
     "ACTIVATION_CHECKPOINTING",
     "ALLOCATOR",
+    "ARGUMENTS",
     "AS_FOUND",
     "BATCH_SIZE",
     "COMPILE",
@@ -110,6 +113,7 @@ DIMENSIONS: Final[tuple[Dimension[Any], ...]] = (
     ACTIVATION_CHECKPOINTING,
     OPTIMIZER_IMPL,
     COMPILE,
+    ARGUMENTS,
 )
 BY_NAME: Final = {dimension.name: dimension for dimension in DIMENSIONS}
 VARIANTS: Final = {dimension.name: dimension for dimension in DIMENSIONS if isinstance(dimension, Variant)}
@@ -141,7 +145,8 @@ def numerics_of(setting: Setting) -> Setting:
 
     Settings for which the result is equal compute the same numbers.
     """
-    return replace(setting.ordinary, **{name: getattr(setting, name) for name in NUMERIC})
+    values = {name: getattr(setting, name) for name in NUMERIC} | {"arguments": setting.numeric_arguments}
+    return replace(setting.ordinary, **values)
 
 
 def risks(setting: Setting) -> tuple[int, ...]:

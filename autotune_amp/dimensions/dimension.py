@@ -1,6 +1,7 @@
 """Dimension: interface for one field of a setting, such as precision or batch size, in search, trial and export.
 
 To add a dimension: add a field to `core.setting.Setting`, a file here with one object, and a line to `DIMENSIONS`.
+Arguments of a command share one field; each has a `dimensions.argument.Argument`, which reads and writes its value.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Leader:
 
 
 class Dimension(Generic[Value]):
-    """Interface for one field of `Setting`, called `name`.
+    """Interface for one field of `Setting`, called `name`, or for one of the arguments in a field.
 
     `affects`: if it contains "numerics", each value is compared with fp32. `found_by` is the part of the search that
     tries the values: "curves" is the throughput model over batch sizes, "variants" the stage that tries `choices` on
@@ -73,8 +74,8 @@ class Dimension(Generic[Value]):
     plans use the default.
     """
 
-    name: ClassVar[str]
-    affects: ClassVar[frozenset[Effect]] = frozenset({"speed", "memory", "numerics"})
+    name: str
+    affects: frozenset[Effect] = frozenset({"speed", "memory", "numerics"})
     found_by: ClassVar[Literal["curves", "variants"] | None] = "variants"
     removable: ClassVar[Mapping[str, float]] = {}
     sets_also: ClassVar[tuple[str, ...]] = ()
@@ -107,12 +108,20 @@ class Dimension(Generic[Value]):
 
     def value_in(self, setting: Setting) -> Value | None:
         """Return the value of this dimension in a setting, None if the setting does not use the dimension."""
+        return self.read(setting) if setting.uses(self.name) else None
+
+    def read(self, setting: Setting) -> Value:
+        """Return the value that a setting holds for this dimension, whether it is in use or not."""
         value: Value = getattr(setting, self.name)
-        return value if setting.uses(self.name) else None
+        return value
+
+    def write(self, setting: AnySetting, value: Value) -> AnySetting:
+        """Return a copy of a setting that holds `value` for this dimension, all others unchanged."""
+        return replace(setting, **{self.name: value})
 
     def on(self, setting: AnySetting, value: Value) -> AnySetting:
-        """Return a copy of a setting that uses `value` for this dimension."""
-        return replace(setting, **{self.name: value})
+        """Return a copy of a setting that uses `value` for this dimension, others being changed if that takes it."""
+        return self.write(setting, value)
 
     def is_tried_in(self, setting: Setting, value: Value) -> bool:
         """Return whether a trial of `setting` is a trial of `value`."""
@@ -123,7 +132,7 @@ class Dimension(Generic[Value]):
 
         The difference between the two is then the gain of this dimension.
         """
-        plain = replace(setting, **{self.name: self.default})
+        plain = self.write(setting, self.default)
         return replace(other, batch_size=1, accumulation_steps=1) == replace(plain, batch_size=1, accumulation_steps=1)
 
     def reason_against_setting(self, setting: Setting, leader: Leader) -> str | None:  # noqa: ARG002

@@ -173,7 +173,7 @@ class ExportedScript:
         self.comments: list[str] = []
         self.lines: list[str] = []
         self.imports: set[str] = set()
-        self.handled = {"environment"}  # names of fields that need no comment
+        self.handled = {"environment", "arguments"}  # names of fields that need no comment
         self.missing: list[str] = []
         self._target_label, self._alternative = target_label, alternative
         for dimension in DIMENSIONS:
@@ -181,6 +181,7 @@ class ExportedScript:
             if lines is not None:
                 self.handled.add(dimension.name)
                 self.lines += lines
+        self.comments += argument_comments(setting.config)
         if exports := export_lines(setting.config):
             self.comments += ["Before Python starts, in the shell:", *(f"  {line}" for line in exports)]
 
@@ -214,6 +215,11 @@ class ExportedScript:
         self.handled |= {"batch_size", "num_workers"}
         self.imports.add("from torch.utils.data import DataLoader")
         self.lines += [LOADER_COMMENT, loader_line(self.setting.config)]
+
+
+def argument_comments(config: AmpConfig) -> list[str]:
+    """Return a comment with the arguments of the training command that the config was measured with, or nothing."""
+    return [f"Measured with these arguments of the command: {config.labelled(['arguments'])}."] * bool(config.arguments)
 
 
 def unexpressed_fields(config: AmpConfig, handled: Collection[str]) -> list[str]:
@@ -384,7 +390,7 @@ def transformers(setting: ExportSource) -> str:
 def env(setting: ExportSource) -> str:
     """Return ``export`` lines for the shell that starts the training run, with a comment on the other settings."""
     script = ExportedScript(setting, "env", "The shell", "the script that another --to prints")
-    script.comments.clear()
+    script.comments[:] = argument_comments(setting.config)
     script.lines = export_lines(setting.config) or ["# The config sets no environment variables."]
     return script.source()
 
@@ -402,7 +408,8 @@ def deepspeed_notes(setting: ExportSource) -> list[str]:
         notes.append('TF32 has no key: call torch.set_float32_matmul_precision("high") in the script.')
     if config.loss_scale is not None:
         notes.append(f"DeepSpeed rounds the measured {_source_in_line(config.loss_scale)}, and has no upper bound.")
-    handled = {"batch_size", "accumulation_steps", "loss_scale", "as_found"}
+    notes += argument_comments(config)
+    handled = {"batch_size", "accumulation_steps", "loss_scale", "as_found", "arguments"}
     if config.precision != "fp8":
         handled.add("precision")
     if missing := unexpressed_fields(config, handled):

@@ -21,8 +21,10 @@ def fidelity_from_gradients(
     losses: tuple[Sequence[float], Sequence[float]],
     precision: Precision,
     batch_size: int,
+    *,
+    label: str,
 ) -> Fidelity:
-    """Return the fidelity from gradients and `losses` of the same batches in `precision` and in fp32.
+    """Return the fidelity from gradients and `losses` of the same batches in `precision`, called `label`, and in fp32.
 
     Only the first weights are checked, without activations and training runs.
     """
@@ -46,8 +48,8 @@ def fidelity_from_gradients(
         precision=precision,
         batch_size=batch_size,
         verdict=result.verdict,
-        reason=f"{precision} is {result.verdict}: {result.reason}; this holds for the command's first weights.",
-        next_step=result.next_step or next_step(precision, result.verdict, ()),
+        reason=f"{label} is {result.verdict}: {result.reason}; this holds for the command's first weights.",
+        next_step=result.next_step or next_step(label, result.verdict, ()),
         noise_ratio=findings.noise_ratio,
         common_error=findings.common_error,
         common_error_interval=findings.common_error_interval,

@@ -60,7 +60,7 @@ def table(recommendation: Recommendation) -> list[tuple[CandidateRow, dict[str, 
 
 def _cells(row: CandidateRow) -> dict[str, str]:
     return {
-        "precision": row.labelled(["precision", *(dimension.name for dimension in TRIED_ON_LEADER)])
+        "precision": row.labelled(["precision", *(dimension.name for dimension in TRIED_ON_LEADER), "arguments"])
         + " as found" * row.as_found
         + " pinned" * bool(row.pinned_modules),
         "batch": str(row.batch_size),

@@ -20,9 +20,11 @@ from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.documents import cause, decode, read_file
 from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.core.hardware import DeviceIdentity
+from autotune_amp.core.outcome import Description
 from autotune_amp.core.recommendation import Fingerprint, write_atomically
 from autotune_amp.fingerprint import file_digest, imported_names, user_modules
 from autotune_amp.search.source import Source, folder_name
+from autotune_amp.search.space import Space
 
 if TYPE_CHECKING:
     from autotune_amp.command.command import Command
@@ -33,6 +35,29 @@ if TYPE_CHECKING:
 
 MAX_SOURCES = 2000  # more files take too long to compare before every cached recommendation
 _GONE = "gone"  # digest of a recorded file that no longer exists
+
+
+def plan_lines(space: Space, description: Description, template: CommandTemplate) -> list[str]:
+    """Return lines for the user on what the search of a command tries, and which placeholders would let it try more."""
+    sizes = sorted({c.batch_size for c in space.candidates})
+    values = {
+        "precision": " or ".join(dict.fromkeys(c.precision for c in space.candidates)),
+        "batch_size": f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]} only",
+    }
+    tried = [
+        f"{name.replace('_', ' ')} {text} ({f'{{{name}}}' if name in template.filled_names else 'set from outside'})"
+        for name, text in values.items()
+    ]
+    tried += [f"{name.lstrip('!')} {' or '.join(each)}" for name, each in space.argument_values.items()]
+    lines = [f"Tries {'; '.join(tried)}."]
+    has_loader_without_number = description.loader is not None and "num_workers" not in template.filled_names
+    missing = ["num_workers"] * has_loader_without_number
+    missing += [name for name in ("batch_size", "accumulation_steps") if name in description.unsettable]
+    if missing:
+        lines.append(f"Not tried without a placeholder: {', '.join(f'{{{name}=TODAY}}' for name in missing)}.")
+    if description.suggestions:
+        lines.append(f"If the script takes them, these arguments let it try more: {' '.join(description.suggestions)}.")
+    return lines
 
 
 def files_of_command(arguments: Sequence[str]) -> list[Path]:
@@ -157,6 +182,9 @@ class CommandSource(Source):
     def command_template(self) -> CommandTemplate:
         """Return the command's template, with the placeholders that were added after its first run."""
         return self.command.line
+
+    def plan_lines(self, space: Space, description: Description) -> list[str]:  # noqa: D102 - see Source
+        return plan_lines(space, description, self.command.line)
 
     @cached_property
     def command(self) -> Command:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measurement, Outcome, Record
@@ -246,7 +248,7 @@ class Ledger:
             computing_share = max(MIN_COMPUTING_SHARE, 1 - ranking.data_share(measurement)) if without_waiting else 1.0
             return measurement.samples_per_second / computing_share
 
-        shares = {c: max(MIN_APPLIED_SHARE, self.applied_share(c)) for c in recommendable}
+        shares = {c: max(MIN_APPLIED_SHARE, self.applied_share(c)) * self.token_ratio(c) for c in recommendable}
         return {c: [shares[c] * throughput(m) for m in measurements] for c, measurements in recommendable.items()}
 
     @cached_property
@@ -255,7 +257,7 @@ class Ledger:
 
         Samples of steps that the loss scaler skipped count too.
         """
-        return {c: merit(measurements) for c, measurements in self.measurements.items()}
+        return {c: merit(measurements, self.token_ratio(c)) for c, measurements in self.measurements.items()}
 
     @cached_property
     def ruled_out(self) -> dict[Setting, str]:
@@ -277,7 +279,9 @@ class Ledger:
         allowed = {
             c: measurements for c, measurements in self.measurements.items() if c == baseline or c not in self.ruled_out
         }
-        return {c: merit(measurements, self.applied_share(c)) for c, measurements in allowed.items()}
+        return {
+            c: merit(measurements, self.token_ratio(c) * self.applied_share(c)) for c, measurements in allowed.items()
+        }
 
     @cached_property
     def speeds(self) -> dict[Setting, float]:
@@ -359,6 +363,22 @@ class Ledger:
         """
         scales = loss_scales.scales_of(self.scales, setting)
         return 1.0 if scales is None else scales.replay(scales.best).applied_share
+
+    def token_ratio(self, setting: Setting) -> float:
+        """Return the tokens of a sample with the setting's arguments over those with today's.
+
+        Samples of different lengths are then compared by their tokens. The ratio is 1 if it is unknown, and if it is
+        within 3 %, since padding differs from batch to batch.
+        """
+        plain = replace(setting, arguments=())
+        if plain == setting or setting not in self.measurements:
+            return 1.0
+        ratio = ranking.token_ratio(self.measurements[setting], self.measurements.get(plain) or self._today)
+        return ratio if abs(ratio - 1) > ranking.MIN_GAIN else 1.0
+
+    @property
+    def _today(self) -> Sequence[Measurement]:
+        return self.measurements.get(self.space.baseline, ())
 
     def loss_scale(self, setting: Setting) -> LossScale | None:
         """Return the loss scale to train a setting with, the default if not calibrated; None without a scaler."""

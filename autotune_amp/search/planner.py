@@ -26,7 +26,7 @@ from autotune_amp.dimensions import DIMENSIONS
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
-from autotune_amp.search.space import is_hopelessly_slow
+from autotune_amp.search.space import Space, is_hopelessly_slow
 from autotune_amp.trial.jobs import (
     MAX_TIMED_MICRO_BATCHES,
     Check,
@@ -357,7 +357,8 @@ class Planner:
         return self.runs_seconds(ledger.actual, runs, min(1, num_starts) if job_defaults.loads_together else num_starts)
 
     def forecast(self, ledger: Ledger, *, may_fork: bool) -> str:
-        """Return a sentence that predicts the time of a process start, of comparing precisions, and of confirming.
+        """Return sentences that predict the time of a process start, of comparing precisions, and of confirming, and
+        the number of starts of a command.
 
         `may_fork`: trials run in forked processes, each of which builds its own model.
         """
@@ -368,10 +369,19 @@ class Planner:
         comparing = len(precisions) * (per_trial + FORESEEN_SECONDS)
         num_starts = 1 if job_defaults.loads_together else MIN_ROUNDS * (1 if job_defaults.shares_processes else 2)
         confirming = num_starts * start + MIN_ROUNDS * 2 * (CONFIRM_SECONDS + 1)
-        return (
+        forecast = (
             f"A process takes {duration(start)} to start here. Comparing {count(len(precisions), 'precision')} at "
             f"batch {space.baseline.batch_size}: about {duration(comparing)}; then batch sizes and other settings, as "
             f"far as they are worth it; confirming the best: about {duration(confirming)}."
+        )
+        if not job_defaults.are_trials_fresh:
+            return forecast
+        num_values = sum(map(len, space.variants.values()))
+        num_checking = 2 * _has_checks(space)  # in each precision
+        num_starts = len(precisions) + num_values + num_checking + 2 * (MIN_ROUNDS - 1)  # a trial counts as a round
+        return (
+            f"{forecast} That is {count(num_starts, 'start')} of the command, about "
+            f"{duration(num_starts * (start + FORESEEN_SECONDS))}, and one for each other batch size."
         )
 
     # -- shares of the time --------------------------------------------------------------------------------------------
@@ -385,8 +395,7 @@ class Planner:
         space = ledger.space
         if not any(isinstance(outcome, Measurement) for outcome in ledger.outcomes.values()):
             return self.budget.left()
-        is_checked = any(ranking.needs_check(c, space) for c in (*space.candidates, space.baseline))
-        return self.seconds_before_confirmation(ledger) - (self.check_seconds(ledger) if is_checked else 0.0)
+        return self.seconds_before_confirmation(ledger) - (self.check_seconds(ledger) if _has_checks(space) else 0.0)
 
     def min_gain(self, seconds: float) -> float:
         """Return the least expected relative gain in throughput that justifies a job of `seconds`."""
@@ -466,6 +475,12 @@ class Planner:
         """Return the check of whether accumulated gradients equal those of the whole batch."""
         batch_size = min(ledger.space.check_batch_size, ledger.space.baseline.effective_batch_size)
         return self.check(ledger, "accumulation", Setting(precision="fp32", batch_size=batch_size))
+
+
+def _has_checks(space: Space) -> bool:
+    """Whether any setting of the space needs a fidelity check, with arguments of a command or without."""
+    affects_numerics = any(not name.startswith("!") for name in space.argument_values)
+    return affects_numerics or any(ranking.needs_check(c, space) for c in (*space.candidates, space.baseline))
 
 
 def num_timed_passes(setting: Setting) -> int:

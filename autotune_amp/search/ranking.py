@@ -352,6 +352,15 @@ def merit(measurements: Sequence[Measurement], applied_share: float = 1.0) -> Me
     )
 
 
+def token_ratio(measurements: Sequence[Measurement], today: Sequence[Measurement]) -> float:
+    """Return the tokens of a sample in `measurements` over those in the measurements of `today`, 1 if unknown."""
+    lengths, lengths_today = (
+        [m.tokens_per_second / m.samples_per_second for m in each if m.tokens_per_second is not None]
+        for each in (measurements, today)
+    )
+    return median(lengths) / median(lengths_today) if lengths and lengths_today else 1.0
+
+
 def joules_per_sample(measurements: Iterable[Measurement]) -> float | None:
     """Return the median joules per sample of the processes that read an energy counter, or None if none did."""
     values = [m.joules_per_sample for m in measurements if m.joules_per_sample is not None]

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from autotune_amp.processes.process import Watcher
     from autotune_amp.processes.standby import Standby
     from autotune_amp.search.run import ProgressWatcher
+    from autotune_amp.search.space import Space
 
 _FINGERPRINT_SECONDS = 60.0
 
@@ -91,6 +92,10 @@ class Source:
                     "Run the command in the folder that holds your code.",
                 )
         return replace(self.payload, target=f"{path}{colon}{function}" or None)
+
+    def plan_lines(self, space: Space, description: Description) -> list[str]:  # noqa: ARG002 - of a command
+        """Return lines for the user on what the search tries; only a command's placeholders need any."""
+        return []
 
     @property
     def command_template(self) -> CommandTemplate | None:

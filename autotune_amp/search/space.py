@@ -20,6 +20,8 @@ from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import sentence
 from autotune_amp.dimensions import FP8_RECIPE, PRECISION, TRIED_ON_LEADER
+from autotune_amp.dimensions.argument import arguments_of
+from autotune_amp.dimensions.dimension import Dimension
 from autotune_amp.search.options import SearchOptions
 
 ASSUMED_BATCH_SIZE = 32  # baseline of data without a batch size of its own
@@ -42,7 +44,8 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     `weights` is the type of the parameters, `has_tf32` says whether the device has TF32. `weighs_passes`: the training
     code itself weights the passes that it accumulates; `keeps_effective_batch_size`: it accumulates by itself.
     `variants` are non-default values of further dimensions by name, tried on the leader; `variants_left_out` those that
-    cannot be tried, with the reason; `are_variants_named`: the user named them. `checks` are the possible kinds of
+    cannot be tried, with the reason; `are_variants_named`: the user named them. `argument_values` are those of a
+    command's own placeholders, as in `Description`. `checks` are the possible kinds of
     checks, with at most `check_batch_size` samples.
     """
 
@@ -61,6 +64,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     variants: dict[str, tuple[Any, ...]] = {}
     variants_left_out: dict[str, dict[Any, str]] = {}
     are_variants_named: bool = False
+    argument_values: dict[str, tuple[str, ...]] = {}
     checks: frozenset[str] = frozenset({"fidelity", "later", "calibration", "accumulation"})
     check_batch_size: int = 16
 
@@ -68,6 +72,18 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     def accumulates(self) -> bool:
         """Whether a candidate or the baseline accumulates the gradients of several passes for an optimizer step."""
         return any(c.accumulation_steps > 1 for c in (*self.candidates, self.baseline))
+
+    @property
+    def tried_on_leader(self) -> tuple[Dimension[Any], ...]:
+        """Return the dimensions whose values are tried on the leader; see `dimensions_tried_on_leader`."""
+        return dimensions_tried_on_leader(self.argument_values)
+
+
+def dimensions_tried_on_leader(argument_values: Mapping[str, tuple[str, ...]]) -> tuple[Dimension[Any], ...]:
+    """Return the command's own arguments and then the built-in dimensions; of two of one name the command's own."""
+    own = arguments_of(argument_values)
+    names = {argument.name for argument in own}
+    return *own, *(dimension for dimension in TRIED_ON_LEADER if dimension.name not in names)
 
 
 def build_space(hardware: Hardware, description: Description, options: SearchOptions) -> Space:
@@ -82,8 +98,11 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
             f"None of the requested precisions can be used on {hardware.device}: {reasons}.",
             f"Use --precision with {_usable(hardware, description)}, or another --device.",
         )
-    variants = {dimension.name: dimension.choices(hardware, description, options) for dimension in TRIED_ON_LEADER}
-    left_out, recipes = dict(precisions.left_out), variants[FP8_RECIPE.name]
+    variants = {
+        dimension.name: dimension.choices(hardware, description, options)
+        for dimension in dimensions_tried_on_leader(description.argument_values)
+    }
+    left_out, recipes = dict(precisions.left_out), FP8_RECIPE.choices(hardware, description, options)
     if recipes.values:
         left_out.pop("fp8", None)
     elif recipes.left_out and "fp8" in left_out:
@@ -117,6 +136,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         variants={name: choices.values for name, choices in variants.items()},
         variants_left_out={name: dict(choices.left_out) for name, choices in variants.items()},
         are_variants_named=options.variants is not None,
+        argument_values=description.argument_values,
         checks=frozenset(description.checks),
         check_batch_size=description.check_batch_size,
     )

@@ -205,7 +205,7 @@ class Check(Job[Fidelity | Calibration | Accumulation], frozen=True, kw_only=Tru
             precision=self.candidate.precision,
             batch_size=self.candidate.batch_size,
             verdict=verdict,
-            reason=f"{self.candidate.precision} is {verdict}{when}: {reason.rstrip('.')}.",
+            reason=f"{self.candidate.labelled(('precision', 'arguments'))} is {verdict}{when}: {reason.rstrip('.')}.",
             next_step=next_step,
             pinned_modules=self.candidate.pinned_modules,
             num_steps_before=self.num_steps_before,

@@ -38,6 +38,9 @@ def test_what_is_not_alike_is_not_held_against_each_other() -> None:
     ):
         found = pair_steps(low, reference)
         assert isinstance(found, PairingProblem)
+        with_other_arguments = pair_steps(low, reference, has_other_arguments=True)
+        assert isinstance(with_other_arguments, PairingProblem)
+        assert ("this value changes" in with_other_arguments.why) is (named in ("weights", "batches"))
         assert named in found.why
         assert found.next_step
 
@@ -52,9 +55,15 @@ def test_the_job_reads_the_gradients_from_their_files(tmp_path: Path) -> None:
         names = (str(tmp_path / f"{which}{number}") for which in ("low", "fp32"))
         steps.append((FrozenStep(low=next(names), reference=next(names), sizes=(2, 3)),))
     job = FrozenPair(
-        device="cpu", precision="bf16", batch_size=4, steps=tuple(steps), losses=((1.0, 1.0, 1.0), (1.0, 1.0, 1.0))
+        device="cpu",
+        precision="bf16",
+        label="bf16 attn=eager",
+        batch_size=4,
+        steps=tuple(steps),
+        losses=((1.0, 1.0, 1.0), (1.0, 1.0, 1.0)),
     )
     found = job.run(None, lambda _: None)
     assert isinstance(found, Fidelity)
     assert found.verdict == "faithful"
+    assert "bf16 attn=eager" in found.reason
     assert {each.name for each in found.worst_parameters} == {f"rank part 0, parameter {index}" for index in (0, 1)}

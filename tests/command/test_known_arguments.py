@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autotune_amp.command.known_arguments import with_placeholders
+from autotune_amp.command.known_arguments import suggested_arguments, with_placeholders
 from autotune_amp.command.messages import Switch
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.setting import Setting
@@ -79,3 +79,16 @@ def test_placeholders_that_are_there_stay() -> None:
     )
     extended, _ = with_placeholders(line, [TRANSFORMERS])
     assert extended.arguments == (*line.arguments, "--gradient_accumulation_steps", "{accumulation_steps=1}")
+
+
+def test_arguments_to_try_are_suggested_with_todays_value_unless_the_command_has_them() -> None:
+    found = switch("HfArgumentParser", optim="adamw_torch_fused", gradient_checkpointing="True")
+    suggested = suggested_arguments(CommandTemplate.of("python train.py --lr 1"), [found])
+    assert "--optim '{optim=adamw_torch_fused:adamw_torch}'" in suggested
+    assert "--gradient_checkpointing '{ckpt=True:False}'" in suggested
+    assert any("--attn_implementation" in each for each in suggested)
+    for each in suggested:  # as they are, they can be searched
+        assert CommandTemplate.of(f"python train.py {each}").argument_values
+    line = CommandTemplate.of(f"python train.py {' '.join(suggested)}")
+    assert suggested_arguments(line, [found]) == ()
+    assert suggested_arguments(CommandTemplate.of("python train.py"), [switch("", optim="adamw_torch")]) == ()

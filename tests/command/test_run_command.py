@@ -215,3 +215,13 @@ def test_what_the_command_says_itself_is_not_set_from_outside() -> None:
     assert (plain, outside) == (("python", "train.py"), {"precision": "bf16", "batch_size": 16})
     with pytest.raises(InvalidRequestError, match="trial_dir"):
         command_to_start(["python", "train.py", "{trial_dir}"], found, path)
+
+
+def test_a_recommended_argument_is_filled_in_or_has_to_be_in_the_command() -> None:
+    path, placeholder = Path("study/recommendation.json"), "{ckpt=off:on=--gc 2|off=}"
+    line = CommandTemplate.of(["python", "train.py", placeholder])
+    found = recommendation(line=line, arguments=(("ckpt", "on"),))
+    for words in ([placeholder], ["--gc", "2"]):
+        assert command_to_start(["python", "train.py", *words], found, path)[0] == ("python", "train.py", "--gc", "2")
+    with pytest.raises(InvalidRequestError, match=r"ckpt=on(.|\n)*--gc 2"):
+        command_to_start(["python", "train.py"], found, path)

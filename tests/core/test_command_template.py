@@ -38,10 +38,34 @@ def filled(command: str, setting: Setting = BF16, values: dict[str, str] | None 
         ("python t.py --name={{batch_size=8}}-{batch_size=8}", "python t.py '--name={batch_size=8}-16'"),
         ("bash -c 'python t.py --bs ${batch_size}'", "bash -c 'python t.py --bs ${batch_size}'"),
         ("python t.py --seed {seed=17} --out {trial_dir}", "python t.py --seed 17 --out '{trial_dir}'"),
+        ("python t.py --attn {attn=sdpa:eager|flash} {attn=sdpa:flash|eager}", "python t.py --attn eager eager"),
+        ("python t.py --attn={attn=sdpa:sdpa|eager} '{ckpt:on=--gc --k|off=}'", "python t.py --attn=eager --gc --k"),
+        ("python t.py '{ckpt=off:on=--gc --k v|off=--no}' '{!pin=a b:c}'", "python t.py --gc --k v 'a b'"),
+        ("python t.py '{\"a\": \"{attn=sdpa:eager}\"}' {{attn=sdpa:eager}}",
+         "python t.py '{\"a\": \"eager\"}' '{attn=sdpa:eager}'"),
     ],
 )  # fmt: skip
 def test_a_setting_fills_the_placeholders_and_nothing_else(command: str, expected: str) -> None:
-    assert filled(command) == expected
+    assert filled(command, replace(BF16, arguments=(("attn", "eager"), ("ckpt", "on")))) == expected
+
+
+NAMES = st.from_regex(r"my_[a-z]{1,6}", fullmatch=True)
+VALUES = st.lists(st.from_regex(r"[a-z0-9_./-]{1,8}", fullmatch=True), min_size=2, max_size=4, unique=True)
+
+
+@given(NAMES, VALUES, st.booleans(), st.booleans())
+def test_each_value_of_an_own_placeholder_is_listed_and_inserted(
+    name: str, values: list[str], has_choices: bool, is_exact: bool
+) -> None:
+    name = f"!{name}" if is_exact else name
+    today, *others = values
+    texts = [f"{value}=--x {value}" for value in values] if has_choices else others
+    line = CommandTemplate.of(["t.py", f"{{{name}={today}:{'|'.join(texts)}}}"])
+    assert line.argument_values == {name: tuple(values)}
+    for value in values:
+        arguments = () if value == today else ((name, value),)
+        expected = ("--x", value) if has_choices else (value,)
+        assert line.of_setting(replace(BF16, arguments=arguments), ".")[0][1:] == expected
 
 
 def test_what_adds_nothing_takes_no_argument() -> None:
@@ -90,11 +114,12 @@ def test_what_a_script_makes_up_itself_is_not_set_from_outside() -> None:
 
 def test_a_settings_file_is_copied_and_the_copy_named(tmp_path: Path) -> None:
     own = tmp_path / "cfg.yaml"
-    own.write_text("batch: {batch_size=4}\nshape: {3: 4}\n")
+    own.write_text("batch: {batch_size=4}\nshape: {3: 4}\nattn: {attn=sdpa:eager}\nname: {{attn=sdpa:eager}}\n")
     line = CommandTemplate.of(f"python t.py --config={own}", files=[str(own)])
-    arguments, files = line.of_setting(BF16, "trial")
+    arguments, files = line.of_setting(replace(BF16, arguments=(("attn", "eager"),)), "trial")
     assert arguments == ("python", "t.py", "--config=trial/cfg.yaml")
-    assert files == {"trial/cfg.yaml": "batch: 16\nshape: {3: 4}\n"}
+    text = "batch: 16\nshape: {3: 4}\nattn: eager\nname: {attn=sdpa:eager}\n"
+    assert files == {"trial/cfg.yaml": text}
     assert line.today_values == {"batch_size": 4}
     assert own.read_text().startswith("batch: {batch_size=4}")
 
@@ -129,6 +154,7 @@ def test_braces_that_can_be_no_placeholder_stay(text: str) -> None:
 def test_of_a_settings_file_only_misspelt_names_are_refused(tmp_path: Path) -> None:
     own = tmp_path / "cfg.yaml"
     text = "batch: {batch_size=4}\nname: {{epoch}}-{epoch}-{{seeds=1}}\nmodel: {port: 1, width: 2}\n"
+    text += "{attn=sdpa} {attn} {x:0=} {x=!s:>5} {x=:5} {a=b: c} {a: b=c|d=}\n"
     own.write_text(text)
     _, files = CommandTemplate.of(f"python t.py {own}", files=[str(own)]).of_setting(BF16, ".")
     assert list(files.values()) == [text.replace("{batch_size=4}", "16").replace("{{seeds=1}}", "{seeds=1}")]
@@ -160,7 +186,14 @@ def test_of_a_settings_file_only_misspelt_names_are_refused(tmp_path: Path) -> N
         ("python t.py {batchsize=32}", {}, r"batchsize(.|\n)*Write \{batch_size=32\}(.|\n)*\{\{batchsize=32\}\}"),
         ("python t.py --amp={precison=fp32}", {}, r"Write \{precision=fp32\}"),
         ("python t.py {attn=sdpa}", {}, r"\{batch_size\}(.|\n)*\{\{attn=sdpa\}\}"),
-        ("python t.py '{attn:flash=--flash|eager=}'", {}, "attn"),
+        ("python t.py {attn}", {}, r"\{attn=TODAY:OTHER"),
+        ("python t.py '{attn:flash=--flash|eager=--eager}'", {}, r"\{attn=.*:OTHER"),
+        ("python t.py {attn=sdpa:sdpa}", {}, r"\{attn=sdpa:OTHER"),
+        ("python t.py '{ckpt=off:on=--gc}'", {}, r"\{ckpt=off:off=\|on=--gc\}"),
+        ("python t.py '{batchsize=32:16|64}'", {}, r"Write \{batch_size=32\}"),
+        ("python t.py '{init_scale=1:2}'", {}, "study"),
+        ("python t.py {attn=a:b} {attn=b:a}", {}, "twice"),
+        ("python t.py {attn=a:b} {!attn=a:b}", {}, r"Both(.|\n)*!"),
         ("python t.py ckpt-{epoch}", {}, r"\{\{epoch\}\}"),
         ("bash -c 'python t.py --bs {batch-size=8} | tee log'", {}, r"Write \{batch_size=8\}"),
         ("python t.py {precision}", {"values": {"bfloat": "x"}}, "bfloat"),
@@ -193,7 +226,7 @@ def test_a_study_is_named_by_its_script(command: str, name: str) -> None:
 
 
 def test_the_first_commands_differ_in_one_thing_each() -> None:
-    line = CommandTemplate.of("python t.py {batch_size=8} {precision:fp16=--fp16|fp32=}")
+    line = CommandTemplate.of("python t.py {batch_size=8} {precision:fp16=--fp16|fp32=} {attn=a:b|c}")
     assert [shlex.join(command) for command in line.first_commands()] == [
-        "python t.py 8", "python t.py 8 --fp16", "python t.py 4",
+        "python t.py 8 a", "python t.py 8 --fp16 a", "python t.py 4 a", "python t.py 8 b", "python t.py 8 c",
     ]  # fmt: skip

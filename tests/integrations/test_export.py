@@ -238,6 +238,7 @@ FULL = AmpConfig(
     activation_checkpointing="blocks",
     optimizer_impl="foreach",
     compile="reduce-overhead",
+    arguments=(("!ckpt", "on"), ("attn", "eager")),
 )
 WORDS = {
     "precision": "fp16|float16",
@@ -257,6 +258,7 @@ WORDS = {
     "fp8_recipe": "tensorwise",
     "optimizer_impl": "foreach",
     "compile": "reduce-overhead",
+    "arguments": "of the command: ckpt=on attn=eager",
 }
 TEXTS = [*TARGETS, "accelerate file"]
 

@@ -10,7 +10,7 @@ LOSSES = (1.0, 1.1, 0.9)
 
 
 def judged(low: list[dict[str, torch.Tensor]], losses: tuple[float, ...] = LOSSES) -> Fidelity:
-    return fidelity_from_gradients(low, STEPS, (losses, LOSSES), "bf16", 8)
+    return fidelity_from_gradients(low, STEPS, (losses, LOSSES), "bf16", 8, label="bf16")
 
 
 def test_rounding_is_faithful() -> None:
@@ -41,7 +41,7 @@ def test_gradients_that_are_not_finite_are_never_faithful() -> None:
 
 def test_gradients_that_are_zero_in_both_say_nothing() -> None:
     zero = [{"weight": torch.zeros(64)} for _ in STEPS]
-    found = fidelity_from_gradients(zero, zero, (LOSSES, LOSSES), "bf16", 8)
+    found = fidelity_from_gradients(zero, zero, (LOSSES, LOSSES), "bf16", 8, label="bf16")
     assert found.verdict == "unchecked"
     assert "gradient" in found.reason
 

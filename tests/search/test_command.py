@@ -6,13 +6,15 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from scripted_backend import candidate, described
 
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.errors import FormatError
 from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.hardware import identify
 from autotune_amp.search import command
-from autotune_amp.search.command import CommandSource, files_of_command, fingerprint_parts
+from autotune_amp.search.command import CommandSource, files_of_command, fingerprint_parts, plan_lines
+from autotune_amp.search.space import Space
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +117,19 @@ def test_a_changed_command_is_told_as_it_was_typed(folder: Path) -> None:
     (folder / "part.py").write_text("x = 1")
     changed = Fingerprint(digest="", parts=fingerprint_parts(other))
     assert after.differences(changed) == ("file part.py changed",)
+
+
+def test_what_is_tried_and_what_needs_a_placeholder_is_known_before_the_trials() -> None:
+    template = CommandTemplate.of("python t.py {batch_size=8} {!attn=sdpa:eager}")
+    settings = [candidate(precision, size) for precision in ("fp32", "bf16") for size in (4, 8)]
+    values = template.argument_values
+    space = Space(candidates=tuple(settings), baseline=settings[1], argument_values=values)
+    description = described(
+        loader="t.py:main:3", unsettable={"accumulation_steps": "no"}, suggestions=("--optim '{optim=a:b}'",)
+    )
+    tried, missing, suggested = plan_lines(space, description, template)
+    for text in ("fp32 or bf16 (set from outside)", "4 to 8 ({batch_size})", "attn sdpa or eager"):
+        assert text in tried
+    assert "{accumulation_steps=" in missing
+    assert "{num_workers=" in missing
+    assert "--optim '{optim=a:b}'" in suggested

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from scripted_backend import ScriptedSearch, candidate, described, hardware, measured
 
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
+from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import CONFIRM_SECONDS, CUT_RATIO, MIN_JOB_GAIN, MIN_ROUNDS, Planner
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks
@@ -216,9 +217,15 @@ def test_a_run_in_a_process_that_is_kept_builds_its_model_as_part_of_itself(
 
 
 def test_what_is_bought_is_said_before_the_first_trial() -> None:
-    said = searched(start_seconds=17.0).planner.forecast(searched().ledger, may_fork=False)
+    search = searched(start_seconds=17.0)
+    said = search.planner.forecast(search.ledger, may_fork=False)
     assert "17 s to start" in said
     assert "2 precisions at batch 32" in said
+    assert "starts of the command" not in said
+    search.job_defaults = replace(search.job_defaults, are_trials_fresh=True)
+    search.ledger = Ledger(replace(search.ledger.space, variants={"attn": ("eager", "flash")}), [])
+    said = search.planner.forecast(search.ledger, may_fork=False)
+    assert "10 starts of the command" in said, "two precisions, two values, a check in two, two further rounds of two"
 
 
 def test_a_dear_job_has_to_bring_more_and_no_job_is_worth_nothing() -> None:

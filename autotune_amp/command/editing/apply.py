@@ -99,7 +99,7 @@ def apply(
     Raises `WorkloadError` if the steps cannot be observed, or with `write` if the copy did not run as expected;
     `InvalidRequestError` if the command has placeholders for a setting.
     """
-    placeholders = sorted(line.placeholders.keys() & Setting.__struct_fields__)
+    placeholders = sorted(line.placeholders.keys() & Setting.__struct_fields__ - line.argument_values.keys())
     if placeholders:
         raise InvalidRequestError(
             f"The command has {', '.join(f'{{{name}}}' for name in placeholders)}: `apply` needs one without them.",
@@ -129,11 +129,20 @@ def apply(
     sources = _read_sources(
         {line.rpartition(":")[0] for line in (facts.step_line, *(s.line for s in facts.sites if not s.maker))}
     )
-    edited = edit({path: source.text for path, source in sources.items()}, facts, recommended.config, line.arguments)
+    words = line.filled(dict(recommended.config.arguments), "")[0] if line.argument_values else line.arguments
+    edited = edit({path: source.text for path, source in sources.items()}, facts, recommended.config, words)
+    missing = [name for name, _ in recommended.config.arguments if name not in line.argument_values]
     report = ApplyReport(
         diff="".join(_diff(path, sources[path].text, text) for path, text in edited.texts.items()),
         command=None if edited.command == line.arguments else CommandTemplate.of(edited.command).filled({}, "")[0],
-        by_hand=tuple(msgspec.structs.replace(each, where=_relative_path(each.where)) for each in edited.by_hand),
+        by_hand=(
+            *(msgspec.structs.replace(each, where=_relative_path(each.where)) for each in edited.by_hand),
+            *(
+                ManualChange(where="the command", what=f"set {name.lstrip('!')} to {value}")
+                for name, value in recommended.config.arguments
+                if name in missing
+            ),
+        ),
         today=facts.today,
         expected=edited.expected,
     )

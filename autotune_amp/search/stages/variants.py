@@ -6,6 +6,7 @@ at a time, and the best value kept.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from msgspec.structs import replace
 from autotune_amp.core.outcome import Failure, Measurement, Profiled, Record
 from autotune_amp.core.recommendation import VariantRow
 from autotune_amp.core.setting import Setting
-from autotune_amp.dimensions import DIMENSIONS, TRIED_ON_LEADER
+from autotune_amp.dimensions import DIMENSIONS
+from autotune_amp.dimensions.argument import Argument, arguments_of
 from autotune_amp.dimensions.dimension import Dimension, Leader
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
@@ -37,6 +39,7 @@ TRACE_SECONDS, NUM_STEPS_FORESEEN = 2.0, 8  # of a profile: seconds to write its
 PROFILE_PATIENCE = 5.0
 # Limit of the speed-up by further dimensions: 2.1 was the most in ten training runs on an H200 (studies/real_card).
 MAX_SPEEDUP = 2.5
+NO_DIFFERENCE = "no difference seen: the value may not reach the training"
 # Expected gain from a normally distributed effect of mean 0, in standard deviations, if a negative one is not used.
 _GAINED = 1 / math.sqrt(2 * math.pi)
 
@@ -92,7 +95,7 @@ def dimensions_by_worth(ledger: Ledger) -> list[Dimension[Any]]:
         gain = min(gains.get(name, 1.0) for name in (dimension.name, *dimension.sets_also))
         return math.log(gain) / _least_seconds(ledger, dimension)
 
-    return sorted(TRIED_ON_LEADER, key=gain_per_second, reverse=True)
+    return sorted(ledger.space.tried_on_leader, key=gain_per_second, reverse=True)
 
 
 def _least_seconds(ledger: Ledger, dimension: Dimension[Any]) -> float:
@@ -110,11 +113,11 @@ def setting_to_profile(ledger: Ledger) -> Setting | None:
     if "profile" not in ledger.space.checks or any(record.purpose == "profile" for record in ledger.records):
         return None
     leader = _leader(ledger)
-    if leader is None or leader.active_variants or ledger.objective == "memory":
+    if leader is None or leader.has_variants or ledger.objective == "memory":
         return None
     dimensions = [
         dimension
-        for dimension in TRIED_ON_LEADER
+        for dimension in ledger.space.tried_on_leader
         if dimension.removable
         for value in ledger.space.variants.get(dimension.name, ())
         if not _trials_of(ledger, dimension, value) and reason_not_to_try(ledger, dimension, value) is None
@@ -148,19 +151,21 @@ def next_setting(ledger: Ledger, is_worth: Callable[[Setting], bool] = lambda _:
             setting = _at_larger_batch_if_memory_freed(ledger, dimension.on(leader, value))
             if setting not in tried and is_worth(setting):
                 return setting
-    together = _combined_values(ledger, leader)
+    together = itertools.chain(_combined_values(ledger, leader), _larger_batches_with_memory_freed(ledger, leader))
     return next((setting for setting in together if setting not in tried and is_worth(setting)), None)
 
 
 def is_worth_trying(ledger: Ledger, planner: Planner, setting: Setting) -> bool:
     """Whether the leader with another value may gain enough for the seconds of its trial, compilation and check.
 
-    Always true if the user named the dimensions to try.
+    Always true if the user named the dimensions to try, as by a placeholder in a command.
     """
     leader = _leader(ledger)
     if ledger.space.are_variants_named or leader is None or ledger.objective != "speed":
         return True
-    names = [d.name for d in TRIED_ON_LEADER if getattr(setting, d.name) != getattr(leader, d.name)]
+    if setting.arguments != leader.arguments:
+        return True
+    names = [d.name for d in ledger.space.tried_on_leader if d.read(setting) != d.read(leader)]
     max_speedup = min((gain for name, gain in _max_speedups(ledger).items() if name in names), default=math.inf)
     gain = min(
         _GAINED * (PRECISION_DEVIATION if setting.precision != leader.precision else VALUE_DEVIATION), max_speedup - 1
@@ -243,7 +248,7 @@ def _combined_values(ledger: Ledger, leader: Setting) -> Iterator[Setting]:
     On several devices values are tried at the same time, each by itself.
     """
     for dimension in dimensions_by_worth(ledger):
-        leader_value = getattr(leader, dimension.name)
+        leader_value = dimension.read(leader)
         for value in ledger.space.variants.get(dimension.name, ()):
             setting = _at_larger_batch_if_memory_freed(ledger, dimension.on(leader, value))
             if not setting.misfits and _is_faster(ledger, dimension, value, leader_value):
@@ -253,18 +258,35 @@ def _combined_values(ledger: Ledger, leader: Setting) -> Iterator[Setting]:
 def _is_faster(ledger: Ledger, dimension: Dimension[Any], value: Any, other: Any) -> bool:
     """Whether trials with `value` were 3 % faster than the same setting with `other` at least once."""
     merits = ledger.measured_merits
-    pairs = [(r.candidate, replace(r.candidate, **{dimension.name: other})) for r in ledger.trials]
+    pairs = [(r.candidate, dimension.write(r.candidate, other)) for r in ledger.trials]
     return any(
         merits[c].samples_per_second > (1 + MIN_GAIN) * merits[rival].samples_per_second
         for c, rival in pairs
-        if getattr(c, dimension.name) == value and c in merits and rival in merits
+        if dimension.read(c) == value and c in merits and rival in merits
     )
+
+
+def _larger_batches_with_memory_freed(ledger: Ledger, leader: Setting) -> Iterator[Setting]:
+    """Yield the leader at the next larger batch, which ran out of memory, with each argument of a command whose trial
+    took 3 % less memory.
+    """
+    larger, merits = _next_batch_out_of_memory(ledger, leader), ledger.measured_merits
+    if larger is None or leader not in merits or ledger.objective == "memory":
+        return
+    for argument in arguments_of(ledger.space.argument_values):
+        for value in ledger.space.variants[argument.name]:
+            setting = argument.on(leader, value)
+            if (
+                setting in merits
+                and merits[setting].peak_memory_bytes < (1 - MIN_GAIN) * merits[leader].peak_memory_bytes
+            ):
+                yield _with_batch_size_of(larger, setting)
 
 
 def neighbouring_batch_sizes(ledger: Ledger) -> Iterator[Setting]:
     """Yield the leader at the next larger and smaller batch size that were not tried with its further dimensions."""
     winner = _leader(ledger)
-    if winner is None or not winner.active_variants:
+    if winner is None or not winner.has_variants:
         return
     tried = {record.candidate for record in ledger.counted_trials}
     sizes = _candidates_in_precision(ledger, winner)
@@ -275,7 +297,8 @@ def neighbouring_batch_sizes(ledger: Ledger) -> Iterator[Setting]:
     for neighbour in (*larger, *smaller):
         failure = ledger.failures.get(neighbour)
         setting = _with_batch_size_of(neighbour, winner)
-        if setting not in tried and (failure is None or _frees_memory(winner)):
+        frees_memory = _frees_memory(winner) or winner.ordinary in ledger.failures
+        if setting not in tried and (failure is None or frees_memory):
             yield setting
 
 
@@ -323,7 +346,9 @@ def _row(
         left_out = (
             f"{at_least}, which is more than it is likely to be worth: --try {dimension.name} tries it all the same"
         )
-        return replace(row, reason=reason or (untried_reason if is_budget_spent else left_out))
+        return replace(
+            row, reason=reason or (untried_reason if is_budget_spent or isinstance(dimension, Argument) else left_out)
+        )
     record, outcome = trials[0], trials[0].outcome
     row = replace(row, setting=str(record.candidate))
     if isinstance(outcome, Failure):
@@ -346,12 +371,32 @@ def _row(
     (low, high), (base_low, base_high) = (
         _per_sample(r, m) for r, m in ((record.candidate, outcome), (reference, reference_measurement))
     )
+    ratio = ledger.token_ratio(record.candidate) / ledger.token_ratio(reference)
+    if _is_without_effect(dimension, outcome, reference_measurement):
+        row = replace(row, reason=NO_DIFFERENCE)
     return replace(
         row,
         beside=str(reference),
-        speedup=outcome.samples_per_second / reference_measurement.samples_per_second,
-        speedup_interval=(base_low / high, base_high / low),
+        speedup=ratio * outcome.samples_per_second / reference_measurement.samples_per_second,
+        speedup_interval=(ratio * base_low / high, ratio * base_high / low),
         memory_change_bytes=outcome.peak_memory_bytes - reference_measurement.peak_memory_bytes,
+    )
+
+
+def _is_without_effect(dimension: Dimension[Any], measured: Measurement, reference: Measurement) -> bool:
+    """Whether a command's argument that should affect numerics gave the same losses bit for bit, and the same speed and
+    memory within 3 %.
+    """
+    rates, peaks = (
+        sorted(getattr(each, name) for each in (measured, reference))
+        for name in ("samples_per_second", "peak_memory_bytes")
+    )
+    return (
+        isinstance(dimension, Argument)
+        and "numerics" in dimension.affects
+        and bool(measured.first_losses)
+        and measured.first_losses == reference.first_losses
+        and all(high < (1 + MIN_GAIN) * low for low, high in (rates, peaks))
     )
 
 
@@ -364,7 +409,7 @@ def _per_sample(setting: Setting, measured: Measurement) -> tuple[float, float]:
 
 def _setting_without(ledger: Ledger, setting: Setting, dimension: Dimension[Any]) -> Setting | None:
     """Return the setting to compare with: the same without the value, else the fastest without it at another batch."""
-    plain = replace(setting, **{dimension.name: dimension.default})
+    plain = dimension.write(setting, dimension.default)
     if plain in ledger.measurements and dimension.is_without(plain, setting):
         return plain
     others = [other for other in ledger.speeds if dimension.is_without(other, setting)]

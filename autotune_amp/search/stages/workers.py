@@ -96,11 +96,9 @@ class LoaderWorkers:
         sufficient_numbers = [
             c.num_workers
             for c, measurements in ledger.measurements.items()
-            if c.num_workers is not None
-            and not c.active_variants
-            and median(map(data_share, measurements)) < SHORT_WAIT
+            if c.num_workers is not None and not c.has_variants and median(map(data_share, measurements)) < SHORT_WAIT
         ]
-        is_settled = ledger.shortlist is None or ledger.shortlist.winner.active_variants or ledger.objective == "memory"
+        is_settled = ledger.shortlist is None or ledger.shortlist.winner.has_variants or ledger.objective == "memory"
         if not sufficient_numbers or is_settled:
             return None
         num_workers = min(sufficient_numbers)

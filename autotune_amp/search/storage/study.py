@@ -27,8 +27,9 @@ from optuna.trial import TrialState
 from autotune_amp.core.errors import StudyError
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
 from autotune_amp.core.setting import Setting
-from autotune_amp.dimensions import DIMENSIONS, FP8_RECIPE, VARIANTS
-from autotune_amp.dimensions.dimension import Dimension
+from autotune_amp.dimensions import DIMENSIONS, FP8_RECIPE
+from autotune_amp.dimensions.argument import Argument
+from autotune_amp.dimensions.dimension import Dimension, Variant
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search.ledger import Ledger
@@ -89,9 +90,9 @@ class Study:
         self._distributions = {dimension.name: _distribution(dimension, tried) for dimension in SPACE_DIMENSIONS}
         # Only trials with a non-default value of a further dimension have these parameters.
         self._variant_distributions: dict[str, BaseDistribution] = {
-            name: CategoricalDistribution(tuple(dict.fromkeys((variant.default, *values))))
-            for name, variant in VARIANTS.items()
-            if (values := space.variants.get(name, ()))
+            dimension.name: CategoricalDistribution(tuple(dict.fromkeys((dimension.default, *values))))
+            for dimension in space.tried_on_leader
+            if isinstance(dimension, Variant | Argument) and (values := space.variants.get(dimension.name, ()))
         }
         self._load_from_storage()
 
@@ -147,8 +148,12 @@ class Study:
         return StudyTrial(setting, None, pair)
 
     def _ask(self, setting: Setting, pair: Pair | None) -> StudyTrial:
-        further = self._variant_distributions if setting.active_variants else {}
-        parameters = _parameters(setting, pair) | {name: getattr(setting, name) for name in further}
+        further = self._variant_distributions if setting.has_variants else {}
+        parameters = _parameters(setting, pair) | {
+            dimension.name: dimension.read(setting)
+            for dimension in self._ledger.space.tried_on_leader
+            if dimension.name in further
+        }
         self._study.enqueue_trial(parameters, user_attrs=_initial_attributes(setting))
         try:
             trial = self._study.ask(self._distributions | further)
