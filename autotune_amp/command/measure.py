@@ -72,15 +72,15 @@ def predicted_measurement_seconds(events: RunEvents, began: float) -> float | No
 def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int) -> Measurement | Failure:
     """Return the measurement of a run, or the `Failure` that `judge` finds in the losses or the memory of a rank.
 
-    Samples per second are those of all ranks, in the step time of the slowest. Memory is that of all ranks together on
-    a CPU, and of the largest rank on an accelerator. On a CPU the reserved memory is `memory_bytes`, that of all
-    processes, if it is larger.
+    Samples and tokens per second are those of all ranks, in the step time of the slowest. Memory is that of all ranks
+    together on a CPU, and of the largest rank on an accelerator. On a CPU the reserved memory is `memory_bytes`, that
+    of all processes, if it is larger.
     """
     slowest = slowest_rank(events)
     if slowest is None:
         return Failure(kind="workload_error", message="too few optimizer steps were seen to measure it")
     rank, intervals = slowest
-    rate = events.samples_per_second()
+    rate, tokens = events.samples_per_second(), events.tokens()
     assert rate is not None
     raw = tuple(interval.step_seconds for interval in intervals)
     step_seconds = fmean(raw)
@@ -102,6 +102,8 @@ def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int
         step_seconds=step_seconds,
         step_seconds_interval=(min(low, step_seconds), max(high, step_seconds)),
         samples_per_second=rate,
+        tokens_per_second=tokens and tokens[0],
+        padded_share=tokens and tokens[1],
         data_seconds=fmean(interval.wait_seconds / interval.num_steps for interval in intervals),
         peak_memory_bytes=max(peaks) if reserved else sum(peaks),
         reserved_memory_bytes=reserved_bytes,

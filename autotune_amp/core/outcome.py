@@ -50,7 +50,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     `ending_seconds` is both, None if they were not run, `ending_problem` the reason why one did not end.
     `joules_per_sample` is the energy of the device, None if unknown. `is_own_loop`: the steps ran in the framework's
     own Trainer, including its work between steps, and `why_not_own_loop` is the reason if a confirmation could not use
-    it.
+    it. `tokens_per_second` are real tokens over the measured steps, and `padded_share` is the share of all positions
+    that is padding; both None if no batch held token ids (`command.agent.tokens`).
     """
 
     step_seconds: Positive
@@ -79,6 +80,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     num_steps_taken: Whole = 0
     is_own_loop: bool = False
     why_not_own_loop: str | None = None
+    tokens_per_second: Positive | None = None
+    padded_share: Share | None = None
 
     @property
     def num_steps(self) -> int:

@@ -193,6 +193,7 @@ class Observer:
             "is_skipped": is_skipped if found_inf is None else found_inf,
             **self.passes.pop_record(),
             "num_samples": dict(self.loaders.num_samples),
+            "tokens_by_loader": dict(self.loaders.tokens),
             "num_batches": self.loaders.num_batches,
             "wait_seconds": self.loaders.wait_seconds,
             "num_compilations": self._num_compilations,
@@ -222,6 +223,8 @@ class Observer:
         for step in self._pending:
             step["losses"] = [passes.read(loss) for loss in step["losses"]]
             step["is_skipped"] = bool(step["is_skipped"])
+            step["tokens"] = None if step["tokens"] is None else step["tokens"].read()
+            step["tokens_by_loader"] = {name: tokens.read() for name, tokens in step["tokens_by_loader"].items()}
             self.channel.add("step", **step)
         self._pending = []
         if self.num_steps <= NUM_STEPS_SENT_AT_ONCE:
