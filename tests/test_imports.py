@@ -111,7 +111,8 @@ def test_imports_point_down_the_layers() -> None:
         f"{module} imports {other}"
         for module, others in edges().items()
         for other in sorted(others)
-        if folder(other) != folder(module) and floor[folder(other)] >= floor[folder(module)]
+        if folder(other) != folder(module)
+        and floor[folder(other)] >= floor[folder(module)]
         # The agent imports nothing of the package, so that these of its files stand below everything.
         and other not in OF_THE_AGENT_FOR_ALL
     ]

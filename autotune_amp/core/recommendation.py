@@ -69,7 +69,7 @@ from autotune_amp.core.documents import (
     read_file,
 )
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, StudyError
-from autotune_amp.core.evidence import Evidence, LargerBatchOption, Objective, TrainingCost
+from autotune_amp.core.evidence import Evidence, LargerBatchOption, Objective, TrainingCost, UnitPrice
 from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.outcome import Description, Fidelity
 from autotune_amp.core.precisions import Precision
@@ -81,7 +81,6 @@ from autotune_amp.core.text import (
     module_names,
     number,
     one_line,
-    rate,
     shell_line,
     size,
     times,
@@ -150,6 +149,7 @@ class CandidateRow(Setting, frozen=True, kw_only=True):
     reason: str | None
     joules_per_sample: Number | None = None
     has_environment: bool = False
+    tokens_per_second: Positive | None = None
 
 
 class VariantRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,13 +235,14 @@ class _ShownOptions(msgspec.Struct):
 
 
 # Labels of the facts that `answer` or the warnings contain already.
-_ANSWER_LABELS = ("config", "speed", "speed-up", "memory", "reason", "warning")
+_ANSWER_LABELS = ("config", "speed", "speed-up", "memory", "cost", "reason", "warning")
 
 
 class Recommendation(Decision, frozen=True, kw_only=True):
     """A decision and the conditions under which it was measured.
 
-    `objective` is the quantity that was optimized; `job` is the planned training run, if its length was given.
+    `objective` is the quantity that was optimized; `job` is the planned training run, if its length was given;
+    `unit_price` is the price of a million tokens or samples, if that of an hour was given.
     `workload` and `options` (a `SearchOptions`) allow a finished search to be ranked again. `target` is the workload's
     name on the command line, if it has one; `command_template` is the command that was searched, if there was one, and
     `command` the one to run instead.
@@ -256,6 +257,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     objective: Objective = "speed"
     job: TrainingCost | None = None
+    unit_price: UnitPrice | None = None
     target: str | None = None
     command_template: CommandTemplate | None = msgspec.field(default=None, name="launch_line")
     command: str | None = None
@@ -354,10 +356,11 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         own = explain.config_line(config, self.num_ranks)
         return [
             ("set", f"nothing; {own} stays" if self.is_kept else own),
-            ("speed", f"{rate(evidence.samples_per_second)}, {explain.step_line(evidence)}"),
+            ("speed", explain.throughput_line(evidence)),
             *([] if self.is_kept else [("gain", explain.speedup_line(config, evidence))]),
             ("sure", explain.certainty_line(evidence)),
             ("memory", explain.memory_line(evidence, self.hardware.identity.type)),
+            *([] if self.unit_price is None else [("cost", explain.unit_price_line(self.unit_price))]),
             ("why", one_line(self.reason)),
         ]
 
@@ -373,12 +376,14 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             ("config", explain.config_line(config, self.num_ranks)),
             ("speed", explain.speed_line(evidence)),
             ("speed-up", explain.speedup_line(config, evidence)),
+            ("tokens", explain.tokens_line(evidence)),
             ("plain", explain.plain_environment_line(evidence)),
             ("memory", explain.memory_line(evidence, self.hardware.identity.type)),
             ("limit", None if limit_bytes is None else f"{size(limit_bytes)} of memory for each trial, as requested"),
             ("objective", None if self.objective == "speed" else self.objective),
             ("energy", None if joules is None else f"{joules:.3g} J a sample"),
             ("job", None if self.job is None else explain.job_line(self.job)),
+            ("cost", None if self.unit_price is None else explain.unit_price_line(self.unit_price)),
             (
                 "devices",
                 explain.devices_line(evidence.devices, is_confirmed=evidence.is_confirmed)
@@ -415,6 +420,11 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         tiles = [
             ("speed-up", *self._gain_tile(f"over the baseline, {today}")),
             ("samples/s", number(evidence.samples_per_second), f"{duration(evidence.step_seconds)} a step"),
+            *(
+                []
+                if evidence.tokens_per_second is None
+                else [("tokens/s", number(evidence.tokens_per_second), "without padding")]
+            ),
             ("peak memory", size(evidence.peak_memory_bytes), limit),
         ]
         trials = f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)}"

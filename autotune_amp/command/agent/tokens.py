@@ -1,9 +1,9 @@
-"""Counts the tokens of a batch. It imports torch alone, so that the agent and all other parts of the package can use it.
-"""
+"""Counts the tokens of a batch. It imports torch alone: the agent and all other parts of the package use it."""
 
 from __future__ import annotations
 
-from typing import Any, Iterator, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 

@@ -158,7 +158,7 @@ def is_worth_trying(ledger: Ledger, planner: Planner, setting: Setting) -> bool:
     Always true if the user named the dimensions to try.
     """
     leader = _leader(ledger)
-    if ledger.space.are_variants_named or leader is None or ledger.objective != "speed":
+    if ledger.space.are_variants_named or leader is None or not ledger.is_by_throughput:
         return True
     names = [d.name for d in TRIED_ON_LEADER if getattr(setting, d.name) != getattr(leader, d.name)]
     max_speedup = min((gain for name, gain in _max_speedups(ledger).items() if name in names), default=math.inf)
@@ -210,8 +210,8 @@ def _leader(ledger: Ledger) -> Setting | None:
     baseline_merit, leader_merit = (
         ledger.measured_merits.get(c) if c is not None else None for c in (shortlist.baseline, leader)
     )
-    if ledger.objective == "speed" and baseline_merit is not None and leader_merit is not None:
-        is_hopeless = MAX_SPEEDUP * leader_merit.samples_per_second < baseline_merit.samples_per_second
+    if ledger.is_by_throughput and baseline_merit is not None and leader_merit is not None:
+        is_hopeless = MAX_SPEEDUP * leader_merit.speed(ledger.objective) < baseline_merit.speed(ledger.objective)
         return None if is_hopeless else leader
     return leader
 
@@ -255,7 +255,7 @@ def _is_faster(ledger: Ledger, dimension: Dimension[Any], value: Any, other: Any
     merits = ledger.measured_merits
     pairs = [(r.candidate, replace(r.candidate, **{dimension.name: other})) for r in ledger.trials]
     return any(
-        merits[c].samples_per_second > (1 + MIN_GAIN) * merits[rival].samples_per_second
+        merits[c].speed(ledger.objective) > (1 + MIN_GAIN) * merits[rival].speed(ledger.objective)
         for c, rival in pairs
         if getattr(c, dimension.name) == value and c in merits and rival in merits
     )
