@@ -10,7 +10,7 @@ from autotune_amp.command.messages import Loader
 from autotune_amp.command.rank_steps import Interval, Rank
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.core.intervals import trimmed_interval
-from autotune_amp.core.outcome import Description, Failure, Measurement
+from autotune_amp.core.outcome import CountedFlops, Description, Failure, Measurement
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.ranks import failure_of_rank
@@ -141,6 +141,20 @@ def description(rank: Rank, name: str, today: Setting, began: float) -> Descript
         accumulation_steps=today.accumulation_steps,
         weighs_passes=True,
         num_ranks=rank.world,
+        counted_flops=_counted_flops(rank, today),
+    )
+
+
+def _counted_flops(rank: Rank, today: Setting) -> CountedFlops | None:
+    """Return the floating-point operations of a step of one rank with the setting `today`; None without a count."""
+    counted = rank.flops
+    if counted is None:
+        return None
+    return CountedFlops(
+        flops=None if counted.problem else counted.flops,
+        num_samples=counted.num_samples or today.effective_batch_size,  # no loader yields them
+        num_positions=counted.num_positions or None,
+        problem=counted.problem,
     )
 
 

@@ -146,6 +146,17 @@ class Gradient(_OfRank, frozen=True, kw_only=True, tag="gradient"):
     has_low_weights: bool = False
 
 
+class Flops(AgentMessage, frozen=True, kw_only=True, tag="flops"):
+    """Message about the floating-point operations of one optimizer step, and the samples and positions of tokens that
+    loaders yielded for it. With a `problem` some operations were not counted.
+    """
+
+    flops: int
+    problem: str | None
+    num_samples: int
+    num_positions: int
+
+
 class Set(AgentMessage, frozen=True, kw_only=True, tag="set"):
     """Message that the agent set the field `name` of a setting in the object `what` at `line`, from `was` to
     `value`.
@@ -228,6 +239,7 @@ Message: TypeAlias = (
     | Site
     | Step
     | Gradient
+    | Flops
     | Set
     | Switch
     | Refused

@@ -77,8 +77,9 @@ def _entered_batches(
 
 @dataclass
 class Rank:
-    """One training process: the steps of each of its optimizers, its loaders and loss scalers, and the settings of its
-    frameworks that can be or were set. Once it `has_ended`, no more steps come.
+    """One training process: the steps of each of its optimizers, its loaders and loss scalers, the settings of its
+    frameworks that can be or were set, and the operations of a step, if they were counted. Once it `has_ended`, no more
+    steps come.
     """
 
     pid: int
@@ -91,6 +92,7 @@ class Rank:
     switches: list[messages.Switch] = field(default_factory=list)
     sets: list[messages.Set] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    flops: messages.Flops | None = None
     has_ended: bool = False
 
     def add(self, message: Message) -> None:
@@ -110,6 +112,8 @@ class Rank:
                 self.switches.append(message)
             case messages.Set():
                 self.sets.append(message)
+            case messages.Flops():
+                self.flops = message
             case Step():
                 self.steps.append(message)
 

@@ -21,6 +21,7 @@ from autotune_amp.core.text import (
     count,
     duration,
     exact,
+    flops,
     module_names,
     number,
     one_line,
@@ -173,6 +174,24 @@ class UnitPrice(msgspec.Struct, frozen=True, kw_only=True):
     price_interval: tuple[NotNegative, NotNegative]
     baseline_price: NotNegative | None
     price_per_hour: NotNegative
+
+
+class Utilization(msgspec.Struct, frozen=True, kw_only=True):
+    """Use that the recommended config makes of the device's arithmetic.
+
+    `flops_per_second` are the floating-point operations of training, counted once by their operators
+    (`command.agent.flops`), at the measured throughput; None with a `problem`. `machine_flops_per_second` is the rate
+    of large matrix products in the config's precision, as measured on this machine, and `data_sheet_flops_per_second`
+    that of the GPU's data sheet (`hardware.data_sheets`), each for all devices of the run; None if unknown. `mfu` and
+    `data_sheet_mfu` are the first over each of these.
+    """
+
+    flops_per_second: Positive | None = None
+    machine_flops_per_second: Positive | None = None
+    data_sheet_flops_per_second: Positive | None = None
+    mfu: Positive | None = None
+    data_sheet_mfu: Positive | None = None
+    problem: str | None = None
 
 
 class RanksEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -385,6 +404,24 @@ def job_line(job: TrainingCost) -> str:
         low, high = job.price_interval
         text += f", {job.price:,.2f} ({low:,.2f} to {high:,.2f}) at {job.price_per_hour:g} an hour"
     return text if job.baseline_hours is None else f"{text}; {number(job.baseline_hours)} h as it runs today"
+
+
+def utilization_line(utilization: Utilization, precision: Precision) -> str:
+    """Return the utilization on one line, or the reason why it is unknown.
+
+    Example: ``41 % of this machine's own rate in bf16 (298 of 727 TFLOP/s), 30 % of the data sheet's 990 TFLOP/s``.
+    """
+    attained, machine = utilization.flops_per_second, utilization.machine_flops_per_second
+    if attained is None:
+        return f"unknown: {one_line(utilization.problem or 'its operations were not counted')}"
+    parts = []
+    if utilization.mfu is not None and machine is not None:
+        rates = f"{flops(attained)} of {flops(machine)}"
+        parts.append(f"{100 * utilization.mfu:.2g} % of this machine's own rate in {precision} ({rates})")
+    if utilization.data_sheet_mfu is not None and utilization.data_sheet_flops_per_second is not None:
+        rate_of_sheet = flops(utilization.data_sheet_flops_per_second)
+        parts.append(f"{100 * utilization.data_sheet_mfu:.2g} % of the data sheet's {rate_of_sheet}")
+    return ", ".join(parts) or f"{flops(attained)}; the machine's own rate in {precision} was not measured"
 
 
 def unit_price_line(cost: UnitPrice) -> str:

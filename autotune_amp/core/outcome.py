@@ -157,6 +157,19 @@ class LaterVerdict(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class CountedFlops(msgspec.Struct, frozen=True, kw_only=True):
+    """Floating-point operations of forward and backward pass over `num_samples` samples, counted by their operators.
+
+    `flops` is None if there is a `problem`. `num_positions` are those of the tokens in the samples, padding included,
+    None without token ids.
+    """
+
+    flops: Whole | None
+    num_samples: Count
+    num_positions: Whole | None = None
+    problem: str | None = None
+
+
 class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="fidelity"):
     """Fidelity of a precision's loss and gradients to fp32, on the same weights, batches and random draws.
 
@@ -176,6 +189,7 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     precision is faithful; `pinned_modules` were in fp32 during the check. `num_passes` counts forward and backward
     passes. None stands for a number that could not be measured. The weights had been trained in fp32 for
     `num_steps_before`; `later` is the verdict on trained weights, if it did not change that on the initial weights.
+    `counted_flops` are the operations of one of its batches, None if they were not counted.
     """
 
     precision: Precision
@@ -210,6 +224,7 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     fp32_step_seconds: NotNegative | None = None
     num_steps_before: Whole = 0
     later: LaterVerdict | None = None
+    counted_flops: CountedFlops | None = None
 
     @property
     def is_equal(self) -> bool:
@@ -348,7 +363,7 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     """Result of a profile of a few steps on a device of `device_type`.
 
     `split` is None if there is a `split_problem`. `flops_per_step` counts the matrix products of one step, None if
-    there is a `flops_problem` or they were not requested. `unfused_optimizer` is the class of an optimizer that
+    there is a `flops_problem`. `unfused_optimizer` is the class of an optimizer that
     supports fused kernels but does not use them, None if there is none.
     """
 
@@ -442,7 +457,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     a batch size of `check_batch_size` at most: rounding hardly depends on the batch size (studies/README.md). `loader`
     is the place in a command's code where its training loader is made, ``file:function:line``; without one, samples are
     counted along `sample_dim` of the model's inputs. `variants` maps the name of a further dimension to its values,
-    each with the reason why the model and optimizer do not support it, None if they do.
+    each with the reason why the model and optimizer do not support it, None if they do. `counted_flops` are the
+    operations of a command's second step, None if they were not counted, as of a Workload, whose checks count them.
     """
 
     name: str
@@ -477,6 +493,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     loader: str | None = None
     sample_dim: Integer = 0
     variants: dict[str, dict[str, str | None]] = {}
+    counted_flops: CountedFlops | None = None
 
     def available_bytes(self, of_device: int, device: str) -> int:
         """Return the memory per process in bytes out of `of_device`: on a CPU the ranks share it."""

@@ -69,7 +69,7 @@ from autotune_amp.core.documents import (
     read_file,
 )
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, StudyError
-from autotune_amp.core.evidence import Evidence, LargerBatchOption, Objective, TrainingCost, UnitPrice
+from autotune_amp.core.evidence import Evidence, LargerBatchOption, Objective, TrainingCost, UnitPrice, Utilization
 from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.outcome import Description, Fidelity
 from autotune_amp.core.precisions import Precision
@@ -235,14 +235,15 @@ class _ShownOptions(msgspec.Struct):
 
 
 # Labels of the facts that `answer` or the warnings contain already.
-_ANSWER_LABELS = ("config", "speed", "speed-up", "memory", "cost", "reason", "warning")
+_ANSWER_LABELS = ("config", "speed", "speed-up", "memory", "reason", "warning")
 
 
 class Recommendation(Decision, frozen=True, kw_only=True):
     """A decision and the conditions under which it was measured.
 
     `objective` is the quantity that was optimized; `job` is the planned training run, if its length was given;
-    `unit_price` is the price of a million tokens or samples, if that of an hour was given.
+    `unit_price` is the price of a million tokens or samples, if that of an hour was given. `utilization` is None in
+    documents of an earlier version.
     `workload` and `options` (a `SearchOptions`) allow a finished search to be ranked again. `target` is the workload's
     name on the command line, if it has one; `command_template` is the command that was searched, if there was one, and
     `command` the one to run instead.
@@ -258,6 +259,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     objective: Objective = "speed"
     job: TrainingCost | None = None
     unit_price: UnitPrice | None = None
+    utilization: Utilization | None = None
     target: str | None = None
     command_template: CommandTemplate | None = msgspec.field(default=None, name="launch_line")
     command: str | None = None
@@ -360,6 +362,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             *([] if self.is_kept else [("gain", explain.speedup_line(config, evidence))]),
             ("sure", explain.certainty_line(evidence)),
             ("memory", explain.memory_line(evidence, self.hardware.identity.type)),
+            *([("MFU", self._utilization_line())] if self.utilization and self.utilization.flops_per_second else []),
             *([] if self.unit_price is None else [("cost", explain.unit_price_line(self.unit_price))]),
             ("why", one_line(self.reason)),
         ]
@@ -384,6 +387,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             ("energy", None if joules is None else f"{joules:.3g} J a sample"),
             ("job", None if self.job is None else explain.job_line(self.job)),
             ("cost", None if self.unit_price is None else explain.unit_price_line(self.unit_price)),
+            ("MFU", self._utilization_line() if self.utilization else None),
             (
                 "devices",
                 explain.devices_line(evidence.devices, is_confirmed=evidence.is_confirmed)
@@ -407,9 +411,14 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         ]
         return [(label, text) for label, text in lines if text is not None]
 
+    def _utilization_line(self) -> str:
+        assert self.utilization is not None
+        return explain.utilization_line(self.utilization, self.config.precision)
+
     def further_facts(self) -> list[tuple[str, str]]:
         """Return the pairs of `definition_list` that neither `answer` nor the warnings contain."""
-        return [fact for fact in self.facts() if fact[0] not in _ANSWER_LABELS]
+        answered = {*_ANSWER_LABELS, *dict(self.answer())}
+        return [fact for fact in self.facts() if fact[0] not in answered]
 
     def answer_html(self) -> str:
         """Return HTML for a report or a notebook: the key numbers, how sure they are, and the reason."""

@@ -7,7 +7,7 @@ medians over processes, with intervals. A finished outcomes.jsonl can be ranked 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -28,14 +28,17 @@ from autotune_amp.core.evidence import (
     RanksEvidence,
     TrainingCost,
     UnitPrice,
+    Utilization,
     WorkersTrial,
     is_wide,
 )
+from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import prediction_interval
-from autotune_amp.core.outcome import Description, Measurement, Record
+from autotune_amp.core.outcome import CountedFlops, Description, Fidelity, Measurement, Profiled, Record
 from autotune_amp.core.recommendation import MAX_WARNINGS, Decision, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import machine_load
+from autotune_amp.hardware.data_sheets import data_sheet_flops_per_second
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.answer import explain
@@ -406,6 +409,7 @@ def recommend(
         objective=options.objective,
         job=cost_of_training(decision.config, decision.evidence, options, workload.num_ranks),
         unit_price=unit_price(decision.evidence, options),
+        utilization=utilization(decision, ledger.records, circumstances["hardware"], workload),
     )
 
 
@@ -537,3 +541,50 @@ def unit_price(evidence: Evidence, options: SearchOptions) -> UnitPrice | None:
         baseline_price=None if baseline is None else price_of_rate / baseline,
         price_per_hour=options.price_per_hour,
     )
+
+
+def utilization(
+    decision: Decision, records: Sequence[Record], hardware: Hardware, workload: Description
+) -> Utilization:
+    """Return the utilization of the device's arithmetic by the recommended config.
+
+    The operations of one batch, counted in a check or a profile, are scaled by positions of tokens if both sides know
+    these, else by samples.
+    """
+    counts = [*([] if workload.counted_flops is None else [workload.counted_flops]), *_counts(records)]
+    counted = next((each for each in counts if each.flops), counts[0] if counts else None)
+    if counted is None:
+        return Utilization(problem="no check or profile of this search counted its operations")
+    if not counted.flops:
+        return Utilization(problem=counted.problem)
+    evidence, precision = decision.evidence, decision.config.precision
+    attained = counted.flops / counted.num_samples * evidence.samples_per_second
+    tokens_per_second, padded_share = evidence.tokens_per_second, evidence.padded_share
+    if counted.num_positions and tokens_per_second is not None and padded_share is not None:
+        attained = counted.flops / counted.num_positions * tokens_per_second / (1 - padded_share)
+    # The ranks of a CPU share the rate that was measured on all of it.
+    num_devices = 1 if hardware.identity.type == "cpu" else workload.num_ranks
+    capability = hardware.precisions.get(precision)
+    machine = None if capability is None else capability.matmul_flops_per_second
+    data_sheet = data_sheet_flops_per_second(hardware.identity.name, precision)
+    return Utilization(
+        flops_per_second=attained,
+        machine_flops_per_second=num_devices * machine if machine else None,
+        data_sheet_flops_per_second=num_devices * data_sheet if data_sheet else None,
+        mfu=attained / (num_devices * machine) if machine else None,
+        data_sheet_mfu=attained / (num_devices * data_sheet) if data_sheet else None,
+    )
+
+
+def _counts(records: Iterable[Record]) -> Iterator[CountedFlops]:
+    """Yield the counts of floating-point operations in the records of checks and profiles."""
+    for record in records:
+        outcome = record.outcome
+        if isinstance(outcome, Fidelity) and outcome.counted_flops is not None:
+            yield outcome.counted_flops
+        if isinstance(outcome, Profiled):
+            yield CountedFlops(
+                flops=outcome.flops_per_step,
+                num_samples=record.candidate.effective_batch_size,
+                problem=outcome.flops_problem,
+            )

@@ -59,7 +59,7 @@ class Variants:
         if leader is not None and profile_seconds < PROFILE_SHARE * left_seconds:
             trial = planner.job_defaults.trial(ledger, leader)
             seconds = PROFILE_PATIENCE * profile_seconds
-            return ProfileJob(device=trial.device, trial=trial, deadline_seconds=seconds, counts_flops=False)
+            return ProfileJob(device=trial.device, trial=trial, deadline_seconds=seconds)
         setting = (
             self._next(ledger, planner, left_seconds) if planner.has_time_for_trial(ledger, left_seconds) else None
         )
