@@ -194,6 +194,15 @@ class Utilization(msgspec.Struct, frozen=True, kw_only=True):
     problem: str | None = None
 
 
+class MeasuredFlops(msgspec.Struct, frozen=True, kw_only=True):
+    """Floating-point operations of training on a sample, and the rates of matrix products that this machine reaches on
+    one rank, by precision. With these a run knows its utilization (MFU) from the time of its steps.
+    """
+
+    flops_per_sample: Positive
+    machine_flops_per_second: dict[Precision, Positive]
+
+
 class RanksEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """Scaling of data-parallel training over `num_ranks` ranks.
 

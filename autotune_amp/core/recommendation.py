@@ -69,7 +69,15 @@ from autotune_amp.core.documents import (
     read_file,
 )
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, StudyError
-from autotune_amp.core.evidence import Evidence, LargerBatchOption, Objective, TrainingCost, UnitPrice, Utilization
+from autotune_amp.core.evidence import (
+    Evidence,
+    LargerBatchOption,
+    MeasuredFlops,
+    Objective,
+    TrainingCost,
+    UnitPrice,
+    Utilization,
+)
 from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.outcome import Description, Fidelity
 from autotune_amp.core.precisions import Precision
@@ -474,6 +482,22 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         own = 1 if self.workload is None else self.workload.num_ranks
         ranks: int = self.options.get("num_ranks", 1)
         return own * ranks
+
+    @property
+    def measured_flops(self) -> MeasuredFlops | None:
+        """Return the operations of a sample and the machine's rates, for a `PrecisionController`; None if unknown."""
+        if self.utilization is None or self.utilization.flops_per_second is None:
+            return None
+        # The ranks of a CPU share the rate that was measured on all of it.
+        num_sharing = self.num_ranks if self.hardware.identity.type == "cpu" else 1
+        return MeasuredFlops(
+            flops_per_sample=self.utilization.flops_per_second / self.evidence.samples_per_second,
+            machine_flops_per_second={
+                precision: capability.matmul_flops_per_second / num_sharing
+                for precision, capability in self.hardware.precisions.items()
+                if capability.matmul_flops_per_second
+            },
+        )
 
     @property
     def available_bytes(self) -> int:
