@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +40,7 @@ def test_tokens_per_second_and_mfu_reach_status_run_log_and_sinks(
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     config = AmpConfig(precision="fp32", batch_size=4, accumulation_steps=2)
     flops = MeasuredFlops(flops_per_sample=30.0, machine_flops_per_second={"fp32": 960.0})
-    told: list[dict[str, Any]] = []
+    told: list[Mapping[str, Any]] = []
     log = tmp_path / "run.jsonl"
     controller = PrecisionController(config, "cpu", run_log=log, sinks=[told.append], measured_flops=flops)
     model = nn.Linear(2, 1)
