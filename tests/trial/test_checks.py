@@ -232,9 +232,7 @@ def test_a_bad_verdict_is_told_before_culprits_are_looked_for() -> None:
     found = checks.check(Context(workload, is_kept=False), asked, events.append)
     assert isinstance(found, Fidelity)
     told = [event.value for event in events if isinstance(event, PartialResult)]
-    assert [each.verdict for each in told] == ["unfaithful"] * 2, (
-        "before the culprits, and before the count"
-    )
+    assert [each.verdict for each in told] == ["unfaithful"] * 2, "before the culprits, and before the count"
     assert told[0].culprits == ()
     assert found.verdict == "unfaithful"
     assert asked.after(Failure(kind="timeout", message="it took too long"), found) is found
