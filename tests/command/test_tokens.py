@@ -87,6 +87,15 @@ def test_what_may_be_anything_is_not_counted(batch: object) -> None:
     assert count_tokens(batch) is None
 
 
+class Unreadable(UserDict[str, Any]):
+    def __getitem__(self, name: str) -> Any:
+        raise RuntimeError("the file is closed")
+
+
+def test_a_container_that_cannot_be_read_is_not_counted() -> None:
+    assert count_tokens(Unreadable(x=1)) is None
+
+
 def test_transformers_collators_are_counted() -> None:
     from transformers import BatchEncoding, DataCollatorWithFlattening
 

@@ -227,21 +227,27 @@ class Observer:
         """
         loaders = self.loaders
         yielded = sum(loaders.num_samples.values()), sum(each.num_positions for each in loaders.tokens.values())
+        flops, problem = 0, None
         if num_steps == 1 and not self._num_compilations:
-            from .flops import FlopCounter
+            try:
+                from .flops import FlopCounter
 
-            self._counted_before, self._flop_counter = yielded, FlopCounter()
-            self._flop_counter.__enter__()
-            return
+                self._counted_before, self._flop_counter = yielded, FlopCounter()
+                self._flop_counter.__enter__()
+                return
+            except Exception as error:  # an older torch, whose counter differs
+                self._flop_counter, problem = None, str(error)
         self.counts_flops = False
         counter, self._flop_counter = self._flop_counter, None
         if counter is not None:
             counter.__exit__(None, None, None)
-        compiled = "torch.compile compiles its code" if self._num_compilations else None
+            flops, problem = counter.flops, counter.problem
+        if self._num_compilations:
+            problem = "torch.compile compiles its code"
         self.channel.add(
             "flops",
-            flops=0 if counter is None else counter.flops,
-            problem=compiled or counter.problem,
+            flops=flops,
+            problem=problem,
             num_samples=yielded[0] - self._counted_before[0],
             num_positions=yielded[1] - self._counted_before[1],
         )

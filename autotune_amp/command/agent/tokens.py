@@ -37,36 +37,30 @@ def count_tokens(batch: Any) -> TokenCount | None:
     ``seq_lengths`` or ``cu_seq_lens`` of packed sequences; without these every position, as with packed
     ``position_ids``. Integers without that name may be anything, and are not counted.
     """
-    counts = [_count_of(fields) for fields in _with_token_ids(batch)]
-    if not counts:
+    total: TokenCount | None = None
+    try:
+        for fields in _with_token_ids(batch):
+            total = _count_of(fields) if total is None else total.plus(_count_of(fields))
+    except Exception:  # a container of the user's own that cannot be read like a mapping
         return None
-    total = counts[0]
-    for count in counts[1:]:
-        total = total.plus(count)
     return total
 
 
 def _with_token_ids(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield the mappings in a batch that hold token ids."""
-    if depth > MAX_DEPTH or isinstance(value, (torch.Tensor, str, bytes)):
+    """Yield the mappings, and the attributes of objects, in a batch that hold token ids."""
+    if depth > MAX_DEPTH or isinstance(value, (torch.Tensor, str, bytes, int, float)):
         return
-    fields = value if hasattr(value, "keys") and hasattr(value, "__getitem__") else getattr(value, "__dict__", None)
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_asdict"):
-        for item in value:
-            if not isinstance(item, (torch.Tensor, int, float)):
-                yield from _with_token_ids(item, depth + 1)
-        return
-    if isinstance(value, tuple):
-        fields = value._asdict()  # type: ignore[attr-defined]
-    if fields is None:
-        return
+    is_mapping = hasattr(value, "keys") and hasattr(value, "__getitem__")
+    fields: Any = getattr(value, "__dict__", ())
+    if is_mapping or hasattr(value, "_asdict"):
+        fields = value if is_mapping else value._asdict()
     if "input_ids" in fields:
         ids = fields["input_ids"]
         if isinstance(ids, torch.Tensor) and not ids.is_floating_point():
             yield fields
-        return
-    for name in list(fields.keys()):
-        yield from _with_token_ids(fields[name], depth + 1)
+    elif is_mapping or isinstance(value, (list, tuple)):
+        for part in [fields[name] for name in fields.keys()] if is_mapping else value:  # noqa: SIM118 # any mapping
+            yield from _with_token_ids(part, depth + 1)
 
 
 def _count_of(fields: Any) -> TokenCount:
