@@ -90,10 +90,11 @@ def recommend_config(
     "cudnn_benchmark", "activation_checkpointing", "allocator" and "weights".
     `memory_fraction` is the share of the available memory that a trial may take. `memory_limit` is an absolute limit
     for each process of a trial, as "16GiB" or in bytes, for a training run on a smaller device than this one.
-    `objective` is "speed", "memory" (the least memory, no slower than the baseline) or "energy". `steps` or `samples`
+    `objective` is "speed", "tokens" (speed in tokens that are no padding), "memory" (the least memory, no slower than
+    the baseline) or "energy". `steps` or `samples`
     is the length of the training run: fp16's loss scale is chosen for it (10,000 steps if left out), and the
-    recommendation's `job` has its hours, with `price_per_hour` its price too. Changing these options needs no new
-    measurements: a finished search is ranked again.
+    recommendation's `job` has its hours, with `price_per_hour` its price too, and `unit_price` that of a million tokens
+    or samples. Changing these options needs no new measurements: a finished search is ranked again.
     Results go to `out`/`study`, including report.html; if that cannot be written, a warning is given. `fresh`
     repeats measurements that exist already. `progress` receives the events of the search; by default they are shown on
     standard error or in the notebook's cell, unless `quiet`.

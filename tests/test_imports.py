@@ -48,6 +48,7 @@ WITHOUT_TORCH = (
 )
 WITH_OPTUNA = ("search.storage.study", "search.storage.database")
 AGENT = "command.agent"
+OF_THE_AGENT_FOR_ALL = ("command.agent.tokens", "command.agent.flops")
 FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "transformers")
 WITH_FRAMEWORKS = ("integrations", "core.config")  # AmpConfig.to_training_arguments makes theirs
 WITH_RAY = ("processes.on_ray.driver",)
@@ -110,7 +111,10 @@ def test_imports_point_down_the_layers() -> None:
         f"{module} imports {other}"
         for module, others in edges().items()
         for other in sorted(others)
-        if folder(other) != folder(module) and floor[folder(other)] >= floor[folder(module)]
+        if folder(other) != folder(module)
+        and floor[folder(other)] >= floor[folder(module)]
+        # The agent imports nothing of the package, so that these of its files stand below everything.
+        and other not in OF_THE_AGENT_FOR_ALL
     ]
     assert not breaches, "\n".join(breaches)
 

@@ -84,8 +84,8 @@ Precision = Annotated[
 ]
 OBJECTIVE = option(
     "OBJECTIVE",
-    "Recommend for speed, memory (the least that is no slower than the baseline) or energy. A finished search is "
-    "ranked again without new trials.",
+    "Recommend for speed, tokens (speed in real tokens, where lengths vary), memory (the least that is no slower than "
+    "the baseline) or energy. A finished search is ranked again without new trials.",
 )
 TRY = typer.Option(
     "--try",
@@ -99,7 +99,7 @@ Steps = Annotated[
 Samples = Annotated[int | None, option("N", "Length of the planned training run in samples, in place of --steps.")]
 Price = Annotated[
     float | None,
-    option("MONEY", "Price of one hour; with --steps or --samples, the price of the training run is shown."),
+    option("MONEY", "Price of one hour: shows that of a million tokens or samples, and of the run with --steps."),
 ]
 
 

@@ -32,6 +32,12 @@ of the same batches at the same first weights. What acts after the gradients, su
 model that is loaded in bf16 is compared with its weights converted to fp32; its rows called fp32 compute with the bf16
 weights.
 
+**Tokens and MFU.** If batches hold token ids in a tensor called `input_ids`, the tokens that the `attention_mask` marks
+are counted (of packed sequences all of them), and the answer has tokens per second; `--objective tokens` compares
+settings by these. Integers without that name are not counted. The operations of the first run's second step, which is
+not timed, are counted, and related to this machine's own rate of matrix products. Those of compiled code and custom
+kernels are not known; activations computed again by checkpointing count again.
+
 **Effective batch size.** Without `{accumulation_steps}` a smaller batch size would change what the model learns, so
 none is tried unless `--effective-batch-size free` is given. A script that itself accumulates to a total keeps its
 effective batch size: if it accumulates today, it is run at another batch size to see whether its optimizer steps take

@@ -246,7 +246,9 @@ class CommandBackend(WorkloadBackend):
                 self._require_time(job, events, run_began, began)
             return measure.is_enough(events, as_trial, run_began)
 
-        completed = self._command.run(setting, deadlines, is_enough, Watcher(), environment=self._environment)
+        completed = self._command.run(
+            setting, deadlines, is_enough, Watcher(), environment=self._environment, counts_flops=began is not None
+        )
         if isinstance(completed.verdict, Failure) and completed.events.first(Refused) is not None:
             raise WorkloadError(f"A trial was stopped: {completed.verdict.message}.", completed.verdict.details or "")
         slowest, num_steps = measure.slowest_rank(completed.events), completed.events.num_steps

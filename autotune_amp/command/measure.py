@@ -10,7 +10,7 @@ from autotune_amp.command.messages import Loader
 from autotune_amp.command.rank_steps import Interval, Rank
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.core.intervals import trimmed_interval
-from autotune_amp.core.outcome import Description, Failure, Measurement
+from autotune_amp.core.outcome import CountedFlops, Description, Failure, Measurement
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.ranks import failure_of_rank
@@ -73,15 +73,15 @@ def predicted_measurement_seconds(events: RunEvents, began: float) -> float | No
 def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int) -> Measurement | Failure:
     """Return the measurement of a run, or the `Failure` that `judge` finds in the losses or the memory of a rank.
 
-    Samples per second are those of all ranks, in the step time of the slowest. Memory is that of all ranks together on
-    a CPU, and of the largest rank on an accelerator. On a CPU the reserved memory is `memory_bytes`, that of all
-    processes, if it is larger.
+    Samples and tokens per second are those of all ranks, in the step time of the slowest. Memory is that of all ranks
+    together on a CPU, and of the largest rank on an accelerator. On a CPU the reserved memory is `memory_bytes`, that
+    of all processes, if it is larger.
     """
     slowest = slowest_rank(events)
     if slowest is None:
         return Failure(kind="workload_error", message="too few optimizer steps were seen to measure it")
     rank, intervals = slowest
-    rate = events.samples_per_second()
+    rate, tokens = events.samples_per_second(), events.tokens()
     assert rate is not None
     raw = tuple(interval.step_seconds for interval in intervals)
     step_seconds = fmean(raw)
@@ -105,6 +105,8 @@ def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int
         step_seconds=step_seconds,
         step_seconds_interval=(min(low, step_seconds), max(high, step_seconds)),
         samples_per_second=rate,
+        tokens_per_second=tokens and tokens[0],
+        padded_share=tokens and tokens[1],
         data_seconds=fmean(interval.wait_seconds / interval.num_steps for interval in intervals),
         peak_memory_bytes=max(peaks) if reserved else sum(peaks),
         reserved_memory_bytes=reserved_bytes,
@@ -143,6 +145,20 @@ def description(rank: Rank, name: str, today: Setting, began: float) -> Descript
         accumulation_steps=today.accumulation_steps,
         weighs_passes=True,
         num_ranks=rank.world,
+        counted_flops=_counted_flops(rank, today),
+    )
+
+
+def _counted_flops(rank: Rank, today: Setting) -> CountedFlops | None:
+    """Return the floating-point operations of a step of one rank with the setting `today`; None without a count."""
+    counted = rank.flops
+    if counted is None:
+        return None
+    return CountedFlops(
+        flops=None if counted.problem else counted.flops,
+        num_samples=counted.num_samples or today.effective_batch_size,  # no loader yields them
+        num_positions=counted.num_positions or None,
+        problem=counted.problem,
     )
 
 

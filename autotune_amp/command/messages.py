@@ -108,8 +108,9 @@ class Step(AgentMessage, frozen=True, kw_only=True, tag="step"):
     Samples by loader, batches, seconds of waiting for them, backward passes and compilations are counted from the start
     of the process; losses, forwards and autocast regions from the previous step. A loss that is not finite is text
     (``nan``, ``inf``, ``-inf``), since JSON has no such numbers. A forward is the class of an outermost module, the
-    size of its input in samples, and the dtype of its weights. `is_settled`: the device was synchronized before `time`
-    was taken.
+    size of its input in samples, and the dtype of its weights. `tokens` in the inputs of these forwards, and
+    `tokens_by_loader` from the start of the process, are pairs of the number of real tokens and of all positions; None
+    or empty without token ids. `is_settled`: the device was synchronized before `time` was taken.
     """
 
     optimizer: int
@@ -122,6 +123,8 @@ class Step(AgentMessage, frozen=True, kw_only=True, tag="step"):
     num_batches: int
     wait_seconds: float
     num_compilations: int
+    tokens: tuple[int, int] | None = None
+    tokens_by_loader: dict[str, tuple[int, int]] = {}
     is_settled: bool = False
     overhead_seconds: float = 0.0
     peak_memory_bytes: int | None = None
@@ -141,6 +144,17 @@ class Gradient(_OfRank, frozen=True, kw_only=True, tag="gradient"):
     weights: str
     batch: str | None
     has_low_weights: bool = False
+
+
+class Flops(AgentMessage, frozen=True, kw_only=True, tag="flops"):
+    """Message about the floating-point operations of one optimizer step, and the samples and positions of tokens that
+    loaders yielded for it. With a `problem` some operations were not counted.
+    """
+
+    flops: int
+    problem: str | None
+    num_samples: int
+    num_positions: int
 
 
 class Set(AgentMessage, frozen=True, kw_only=True, tag="set"):
@@ -227,6 +241,7 @@ Message: TypeAlias = (
     | Site
     | Step
     | Gradient
+    | Flops
     | Set
     | Switch
     | Refused

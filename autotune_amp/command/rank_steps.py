@@ -23,6 +23,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of one rank between two synchronizations of its device. `step_seconds` is their mean duration.
 
     `num_batches` is the number of batches from its loaders; without a loader, the number of batches given to its model.
+    `tokens` are the number of real tokens in these batches, and of all positions; None without token ids.
     """
 
     step_seconds: float
@@ -32,16 +33,18 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     num_passes: int
     wait_seconds: float
     num_skips: int
+    tokens: tuple[float, float] | None = None
 
 
 class EnteredBatches(msgspec.Struct, frozen=True, kw_only=True):
     """Batches given to the outermost modules in one optimizer step: their most frequent size in samples, their number,
-    and the number of backward passes for each.
+    and for each the number of backward passes, and of real tokens and all positions (None without token ids).
     """
 
     batch_size: int = 0
     num: int = 0
     num_passes: float = 1.0
+    tokens: tuple[float, float] | None = None
 
     def num_batches(self, num_passes: int, num_steps: int) -> float:
         """Return the number of batches in `num_steps` steps with `num_passes` backward passes. A step with one batch
@@ -52,9 +55,12 @@ class EnteredBatches(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _entered_batches(
-    forwards: Sequence[tuple[str, int | None, str]], num_passes: int, num_optimizers: int
+    forwards: Sequence[tuple[str, int | None, str]],
+    tokens: tuple[float, float] | None,
+    num_passes: int,
+    num_optimizers: int,
 ) -> EnteredBatches:
-    """Return the batches that the forwards of one optimizer step received.
+    """Return the batches that the forwards of one optimizer step received, with `tokens` in all of them.
 
     If several models are trained together, as in a GAN, the one with the fewest forwards gives their number. Two
     forwards with one backward pass, as in siamese networks, count as one batch.
@@ -65,13 +71,15 @@ def _entered_batches(
     num = (min if num_optimizers > 1 else max)(num_by_class.values())
     num = min(num, num_passes) if num_passes else num
     batch_size = Counter(size for _, size, _ in forwards if size).most_common(1)[0][0]
-    return EnteredBatches(batch_size=batch_size, num=num, num_passes=num_passes / num)
+    of_each = None if tokens is None else (tokens[0] / num, tokens[1] / num)
+    return EnteredBatches(batch_size=batch_size, num=num, num_passes=num_passes / num, tokens=of_each)
 
 
 @dataclass
 class Rank:
-    """One training process: the steps of each of its optimizers, its loaders and loss scalers, and the settings of its
-    frameworks that can be or were set. Once it `has_ended`, no more steps come.
+    """One training process: the steps of each of its optimizers, its loaders and loss scalers, the settings of its
+    frameworks that can be or were set, and the operations of a step, if they were counted. Once it `has_ended`, no more
+    steps come.
     """
 
     pid: int
@@ -84,6 +92,7 @@ class Rank:
     switches: list[messages.Switch] = field(default_factory=list)
     sets: list[messages.Set] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    flops: messages.Flops | None = None
     has_ended: bool = False
 
     def add(self, message: Message) -> None:
@@ -103,6 +112,8 @@ class Rank:
                 self.switches.append(message)
             case messages.Set():
                 self.sets.append(message)
+            case messages.Flops():
+                self.flops = message
             case Step():
                 self.steps.append(message)
 
@@ -194,8 +205,10 @@ class Rank:
                 continue
             num_passes, num_steps = after.num_backward - before.num_backward, j - i
             num_batches: float = after.num_batches - before.num_batches
+            tokens = _tokens_between(before, after)
             if not training:
                 num_batches = entered.num_batches(num_passes, num_steps)
+                tokens = entered.tokens and (num_batches * entered.tokens[0], num_batches * entered.tokens[1])
             yield Interval(
                 step_seconds=(after.time - before.time) / num_steps,
                 num_steps=num_steps,
@@ -204,6 +217,7 @@ class Rank:
                 num_passes=num_passes,
                 wait_seconds=after.wait_seconds - before.wait_seconds,
                 num_skips=sum(step.is_skipped for step in warm[i + 1 : j + 1]),
+                tokens=tokens,
             )
 
     def mean_interval(self) -> tuple[float, float] | None:
@@ -214,6 +228,15 @@ class Rank:
             return None
         seconds = sum(interval.step_seconds * interval.num_steps for interval in intervals)
         return sum(interval.num_samples for interval in intervals) / num_steps, seconds / num_steps
+
+    @property
+    def tokens_per_step(self) -> tuple[float, float] | None:
+        """Return the real tokens and all positions of a step, as means over the intervals; None without token ids."""
+        counted = [(interval.tokens, interval.num_steps) for interval in self.intervals() if interval.tokens]
+        num_steps = sum(num for _, num in counted)
+        if not num_steps:
+            return None
+        return sum(tokens[0] for tokens, _ in counted) / num_steps, sum(tokens[1] for tokens, _ in counted) / num_steps
 
     @property
     def entered_batches(self) -> EnteredBatches:
@@ -229,8 +252,11 @@ class Rank:
         steps = steps or [next((each for each in reversed(self.steps) if each.forwards), self.steps[0])]
         before = self.steps.index(steps[0])
         num_backward = steps[-1].num_backward - (self.steps[before - 1].num_backward if before else 0)
+        counts = [step.tokens for step in steps if step.tokens is not None]
+        tokens = (sum(num for num, _ in counts), sum(num for _, num in counts)) if counts else None
         forwards = [each for step in steps for each in step.forwards]
-        return _entered_batches(forwards, num_backward, len(self.optimizers)) if forwards else self._reused_batch
+        entered = _entered_batches(forwards, tokens, num_backward, len(self.optimizers))
+        return entered if forwards else self._reused_batch
 
     @property
     def _reused_batch(self) -> EnteredBatches:
@@ -268,3 +294,10 @@ def _num_samples_by_loader(before: Step, after: Step) -> dict[str, int]:
         for name, num in after.num_samples.items()
         if num != before.num_samples.get(name, 0)
     }
+
+
+def _tokens_between(before: Step, after: Step) -> tuple[float, float] | None:
+    """Return the real tokens and all positions that loaders yielded between two steps, None without token ids."""
+    pairs = [(num, before.tokens_by_loader.get(name, (0, 0))) for name, num in after.tokens_by_loader.items()]
+    real, positions = (sum(now[i] - then[i] for now, then in pairs) for i in range(2))
+    return (real, positions) if real else None

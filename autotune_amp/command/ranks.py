@@ -107,6 +107,18 @@ class RunEvents:
             return None
         return sum(num_samples for num_samples, _ in available) / max(seconds for _, seconds in available)
 
+    def tokens(self) -> tuple[float, float] | None:
+        """Return the real tokens per second of all ranks together, as `samples_per_second` does, and the padded share
+        of all positions. None if a rank has no token ids.
+        """
+        ranks = list(self.ranks.values())
+        counts = [count for rank in ranks if (count := rank.tokens_per_step) is not None]
+        means = [mean for rank in ranks if (mean := rank.mean_interval()) is not None]
+        if not counts or len(counts) < len(ranks) or len(means) < len(ranks):
+            return None
+        num_tokens, num_positions = sum(num for num, _ in counts), sum(num for _, num in counts)
+        return num_tokens / max(seconds for _, seconds in means), 1 - num_tokens / num_positions
+
 
 def _is_waiting_for_ranks(stack: Stack) -> bool:
     """Whether the main thread is in a collective operation or a backward pass."""

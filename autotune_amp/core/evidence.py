@@ -17,9 +17,23 @@ from autotune_amp.core.hardware import LoadEvidence
 from autotune_amp.core.outcome import Accumulation, Description, Fidelity, after_steps
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import VARIANT_VALUES, Setting
-from autotune_amp.core.text import count, duration, exact, module_names, number, one_line, rate, size, times
+from autotune_amp.core.text import (
+    count,
+    duration,
+    exact,
+    flops,
+    module_names,
+    number,
+    one_line,
+    rate,
+    size,
+    times,
+    token_rate,
+)
 
-Objective: TypeAlias = Literal["speed", "memory", "energy"]
+Objective: TypeAlias = Literal["speed", "tokens", "memory", "energy"]
+# Objectives that compare throughput: samples or real tokens per second.
+THROUGHPUT_OBJECTIVES = ("speed", "tokens")
 
 
 class PlainEnvironment(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +60,7 @@ class BaselineEvidence(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: Positive | None
     peak_memory_bytes: Whole | None
     reason: str | None = None
+    tokens_per_second: Positive | None = None
 
 
 class LossScaleEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +162,47 @@ class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
     price_interval: tuple[NotNegative, NotNegative] | None = None
 
 
+class UnitPrice(msgspec.Struct, frozen=True, kw_only=True):
+    """Price of training on a million real tokens, or on a million samples if the batches hold no token ids.
+
+    It is `price_per_hour`, in its currency, by the throughput of the recommended config; the 95 % interval follows from
+    the throughput's. `baseline_price` is that of the present configuration, None if it was not measured.
+    """
+
+    unit: Literal["tokens", "samples"]
+    price: NotNegative
+    price_interval: tuple[NotNegative, NotNegative]
+    baseline_price: NotNegative | None
+    price_per_hour: NotNegative
+
+
+class Utilization(msgspec.Struct, frozen=True, kw_only=True):
+    """Use that the recommended config makes of the device's arithmetic.
+
+    `flops_per_second` are the floating-point operations of training, counted once by their operators
+    (`command.agent.flops`), at the measured throughput; None with a `problem`. `machine_flops_per_second` is the rate
+    of large matrix products in the config's precision, as measured on this machine, and `data_sheet_flops_per_second`
+    that of the GPU's data sheet (`hardware.data_sheets`), each for all devices of the run; None if unknown. `mfu` and
+    `data_sheet_mfu` are the first over each of these.
+    """
+
+    flops_per_second: Positive | None = None
+    machine_flops_per_second: Positive | None = None
+    data_sheet_flops_per_second: Positive | None = None
+    mfu: Positive | None = None
+    data_sheet_mfu: Positive | None = None
+    problem: str | None = None
+
+
+class MeasuredFlops(msgspec.Struct, frozen=True, kw_only=True):
+    """Floating-point operations of training on a sample, and the rates of matrix products that this machine reaches on
+    one rank, by precision. With these a run knows its utilization (MFU) from the time of its steps.
+    """
+
+    flops_per_sample: Positive
+    machine_flops_per_second: dict[Precision, Positive]
+
+
 class RanksEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """Scaling of data-parallel training over `num_ranks` ranks.
 
@@ -164,16 +220,18 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements behind the recommended config.
 
     Intervals are 95 %: `samples_per_second_interval` is where a new run is expected to land, `speedup_interval` holds
-    the mean ratio to the baseline. `num_processes` is the number of fresh processes that measured the config;
-    `is_confirmed` is false if they or the baseline's are fewer than three. `peak_memory_bytes` is the highest of their
-    peaks, without loader workers. `data_share` of a step is spent waiting for data, `update_share` in the optimizer.
-    `fidelity` is the verdict on the config's precision, None for fp32. `loss_scale` is None except for calibrated fp16,
-    `accumulation` if it was not checked, `loader` if the data loader does not limit the speed, `joules_per_sample` if
-    the device reports no power, `load` if it was not observed. `is_build_shared`: the processes shared one built model.
-    `are_processes_shared`: each process measured all confirmed settings in turn. `search_samples_per_second` is the
-    throughput in the search's trials if the confirmation differs by more than half; then the interval includes both.
-    `devices` are those that trials ran on at the same time, empty if one job ran at a time. `ranks` is None if one
-    process trained, or a command with its own ranks.
+    the mean ratio to the baseline, of tokens per second if these were the objective, else of samples per second.
+    `tokens_per_second`, its interval and the `padded_share` of all positions are None without token ids.
+    `num_processes` is the number of fresh processes that measured the config; `is_confirmed` is false if they or the
+    baseline's are fewer than three. `peak_memory_bytes` is the highest of their peaks, without loader workers.
+    `data_share` of a step is spent waiting for data, `update_share` in the optimizer. `fidelity` is the verdict on the
+    config's precision, None for fp32. `loss_scale` is None except for calibrated fp16, `accumulation` if it was not
+    checked, `loader` if the data loader does not limit the speed, `joules_per_sample` if the device reports no power,
+    `load` if it was not observed. `is_build_shared`: the processes shared one built model. `are_processes_shared`: each
+    process measured all confirmed settings in turn. `search_samples_per_second` is the throughput in the search's
+    trials if the confirmation differs by more than half; then the interval includes both. `devices` are those that
+    trials ran on at the same time, empty if one job ran at a time. `ranks` is None if one process trained, or a command
+    with its own ranks.
     """
 
     samples_per_second: Positive
@@ -202,6 +260,9 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     are_processes_shared: bool = False
     devices: tuple[str, ...] = ()
     ranks: RanksEvidence | None = None
+    tokens_per_second: Positive | None = None
+    tokens_per_second_interval: tuple[Positive, Positive] | None = None
+    padded_share: Share | None = None
 
 
 # --- formatting as lines of text
@@ -228,7 +289,7 @@ def config_line(config: AmpConfig, num_ranks: int = 1) -> str:
 def speed_line(evidence: Evidence) -> str:
     """Return the throughput to expect from a new run, and the shares of a step spent on data and in the optimizer."""
     text = f"{rate(evidence.samples_per_second)} ({new_run_line(evidence.samples_per_second_interval)})"
-    text += f", {step_line(evidence)}"
+    text += f", {_tokens_part(evidence)}{step_line(evidence)}"
     if evidence.num_processes < MIN_PROCESSES:
         text += f"; {_unconfirmed_reason(evidence)}"
     return text
@@ -239,6 +300,26 @@ def _unconfirmed_reason(evidence: Evidence) -> str:
     if evidence.num_processes < MIN_PROCESSES:
         return f"unconfirmed, measured in {count(evidence.num_processes, 'process', 'processes')} only"
     return f"unconfirmed, fewer than {MIN_PROCESSES} processes measured the baseline"
+
+
+def throughput_line(evidence: Evidence) -> str:
+    """Return the throughput in samples and tokens, and the time of a step as `step_line` does."""
+    return f"{rate(evidence.samples_per_second)}, {_tokens_part(evidence)}{step_line(evidence)}"
+
+
+def _tokens_part(evidence: Evidence) -> str:
+    return "" if evidence.tokens_per_second is None else f"{token_rate(evidence.tokens_per_second)}, "
+
+
+def tokens_line(evidence: Evidence) -> str | None:
+    """Return the throughput in real tokens with its interval, and the share of padding; None without token ids."""
+    if evidence.tokens_per_second is None:
+        return None
+    text = token_rate(evidence.tokens_per_second)
+    if evidence.tokens_per_second_interval is not None:
+        text += f" ({new_run_line(evidence.tokens_per_second_interval)})"
+    share = evidence.padded_share
+    return f"{text}, without padding, which is {_percent(share)} of all positions" if share else text
 
 
 def step_line(evidence: Evidence) -> str:
@@ -332,6 +413,37 @@ def job_line(job: TrainingCost) -> str:
         low, high = job.price_interval
         text += f", {job.price:,.2f} ({low:,.2f} to {high:,.2f}) at {job.price_per_hour:g} an hour"
     return text if job.baseline_hours is None else f"{text}; {number(job.baseline_hours)} h as it runs today"
+
+
+def utilization_line(utilization: Utilization, precision: Precision) -> str:
+    """Return the utilization on one line, or the reason why it is unknown.
+
+    Example: ``41 % of this machine's own rate in bf16 (298 of 727 TFLOP/s), 30 % of the data sheet's 990 TFLOP/s``.
+    """
+    attained, machine = utilization.flops_per_second, utilization.machine_flops_per_second
+    if attained is None:
+        return f"unknown: {one_line(utilization.problem or 'its operations were not counted')}"
+    parts = []
+    if utilization.mfu is not None and machine is not None:
+        rates = f"{flops(attained)} of {flops(machine)}"
+        parts.append(f"{100 * utilization.mfu:.2g} % of this machine's own rate in {precision} ({rates})")
+    if utilization.data_sheet_mfu is not None and utilization.data_sheet_flops_per_second is not None:
+        rate_of_sheet = flops(utilization.data_sheet_flops_per_second)
+        parts.append(f"{100 * utilization.data_sheet_mfu:.2g} % of the data sheet's {rate_of_sheet}")
+    return ", ".join(parts) or f"{flops(attained)}; the machine's own rate in {precision} was not measured"
+
+
+def unit_price_line(cost: UnitPrice) -> str:
+    """Return the price of a million tokens or samples on one line.
+
+    Example: ``0.352 (0.31 to 0.38) for a million tokens, at 2.5 an hour; 0.61 as it runs today``.
+    """
+    low, high = cost.price_interval
+    text = f"{number(cost.price)} ({number(low)} to {number(high)}) for a million {cost.unit}"
+    text += f", at {cost.price_per_hour:g} an hour"
+    if cost.baseline_price is None or cost.baseline_price == cost.price:
+        return text
+    return f"{text}; {number(cost.baseline_price)} as it runs today"
 
 
 def outlook_line(outlook: LargerBatchOption) -> str:

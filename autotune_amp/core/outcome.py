@@ -159,6 +159,19 @@ class LaterVerdict(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class CountedFlops(msgspec.Struct, frozen=True, kw_only=True):
+    """Floating-point operations of forward and backward pass over `num_samples` samples, counted by their operators.
+
+    `flops` is None if there is a `problem`. `num_positions` are those of the tokens in the samples, padding included,
+    None without token ids.
+    """
+
+    flops: Whole | None
+    num_samples: Count
+    num_positions: Whole | None = None
+    problem: str | None = None
+
+
 class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="fidelity"):
     """Fidelity of a precision's loss and gradients to fp32, on the same weights, batches and random draws.
 
@@ -178,6 +191,7 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     precision is faithful; `pinned_modules` were in fp32 during the check. `num_passes` counts forward and backward
     passes. None stands for a number that could not be measured. The weights had been trained in fp32 for
     `num_steps_before`; `later` is the verdict on trained weights, if it did not change that on the initial weights.
+    `counted_flops` are the operations of one of its batches, None if they were not counted.
     """
 
     precision: Precision
@@ -212,6 +226,7 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     fp32_step_seconds: NotNegative | None = None
     num_steps_before: Whole = 0
     later: LaterVerdict | None = None
+    counted_flops: CountedFlops | None = None
 
     @property
     def is_equal(self) -> bool:
@@ -350,7 +365,7 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", t
     """Result of a profile of a few steps on a device of `device_type`.
 
     `split` is None if there is a `split_problem`. `flops_per_step` counts the matrix products of one step, None if
-    there is a `flops_problem` or they were not requested. `unfused_optimizer` is the class of an optimizer that
+    there is a `flops_problem`. `unfused_optimizer` is the class of an optimizer that
     supports fused kernels but does not use them, None if there is none.
     """
 
@@ -447,6 +462,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     each with the reason why the model and optimizer do not support it, None if they do. `argument_values` maps the
     name of a command's own placeholder to its values, today's first; the name begins with ``!`` if the argument does
     not affect numerics. `suggestions` are arguments with placeholders that the user may add to the command.
+    `counted_flops` are the operations of a command's second step, None if they were not counted, as of a Workload,
+    whose checks count them.
     """
 
     name: str
@@ -483,6 +500,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     variants: dict[str, dict[str, str | None]] = {}
     argument_values: dict[str, tuple[str, ...]] = {}
     suggestions: tuple[str, ...] = ()
+    counted_flops: CountedFlops | None = None
 
     def available_bytes(self, of_device: int, device: str) -> int:
         """Return the memory per process in bytes out of `of_device`: on a CPU the ranks share it."""

@@ -69,7 +69,15 @@ from autotune_amp.core.documents import (
     read_file,
 )
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, StudyError
-from autotune_amp.core.evidence import Evidence, LargerBatchOption, Objective, TrainingCost
+from autotune_amp.core.evidence import (
+    Evidence,
+    LargerBatchOption,
+    MeasuredFlops,
+    Objective,
+    TrainingCost,
+    UnitPrice,
+    Utilization,
+)
 from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.outcome import Description, Fidelity
 from autotune_amp.core.precisions import Precision
@@ -81,7 +89,6 @@ from autotune_amp.core.text import (
     module_names,
     number,
     one_line,
-    rate,
     shell_line,
     size,
     times,
@@ -150,6 +157,7 @@ class CandidateRow(Setting, frozen=True, kw_only=True):
     reason: str | None
     joules_per_sample: Number | None = None
     has_environment: bool = False
+    tokens_per_second: Positive | None = None
 
 
 class VariantRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,7 +249,9 @@ _ANSWER_LABELS = ("config", "speed", "speed-up", "memory", "reason", "warning")
 class Recommendation(Decision, frozen=True, kw_only=True):
     """A decision and the conditions under which it was measured.
 
-    `objective` is the quantity that was optimized; `job` is the planned training run, if its length was given.
+    `objective` is the quantity that was optimized; `job` is the planned training run, if its length was given;
+    `unit_price` is the price of a million tokens or samples, if that of an hour was given. `utilization` is None in
+    documents of an earlier version.
     `workload` and `options` (a `SearchOptions`) allow a finished search to be ranked again. `target` is the workload's
     name on the command line, if it has one; `command_template` is the command that was searched, if there was one, and
     `command` the one to run instead.
@@ -256,6 +266,8 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     objective: Objective = "speed"
     job: TrainingCost | None = None
+    unit_price: UnitPrice | None = None
+    utilization: Utilization | None = None
     target: str | None = None
     command_template: CommandTemplate | None = msgspec.field(default=None, name="launch_line")
     command: str | None = None
@@ -354,10 +366,12 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         own = explain.config_line(config, self.num_ranks)
         return [
             ("set", f"nothing; {own} stays" if self.is_kept else own),
-            ("speed", f"{rate(evidence.samples_per_second)}, {explain.step_line(evidence)}"),
+            ("speed", explain.throughput_line(evidence)),
             *([] if self.is_kept else [("gain", explain.speedup_line(config, evidence))]),
             ("sure", explain.certainty_line(evidence)),
             ("memory", explain.memory_line(evidence, self.hardware.identity.type)),
+            *([("MFU", self._utilization_line())] if self.utilization and self.utilization.flops_per_second else []),
+            *([] if self.unit_price is None else [("cost", explain.unit_price_line(self.unit_price))]),
             ("why", one_line(self.reason)),
         ]
 
@@ -373,12 +387,15 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             ("config", explain.config_line(config, self.num_ranks)),
             ("speed", explain.speed_line(evidence)),
             ("speed-up", explain.speedup_line(config, evidence)),
+            ("tokens", explain.tokens_line(evidence)),
             ("plain", explain.plain_environment_line(evidence)),
             ("memory", explain.memory_line(evidence, self.hardware.identity.type)),
             ("limit", None if limit_bytes is None else f"{size(limit_bytes)} of memory for each trial, as requested"),
             ("objective", None if self.objective == "speed" else self.objective),
             ("energy", None if joules is None else f"{joules:.3g} J a sample"),
             ("job", None if self.job is None else explain.job_line(self.job)),
+            ("cost", None if self.unit_price is None else explain.unit_price_line(self.unit_price)),
+            ("MFU", self._utilization_line() if self.utilization else None),
             (
                 "devices",
                 explain.devices_line(evidence.devices, is_confirmed=evidence.is_confirmed)
@@ -402,9 +419,14 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         ]
         return [(label, text) for label, text in lines if text is not None]
 
+    def _utilization_line(self) -> str:
+        assert self.utilization is not None
+        return explain.utilization_line(self.utilization, self.config.precision)
+
     def further_facts(self) -> list[tuple[str, str]]:
         """Return the pairs of `definition_list` that neither `answer` nor the warnings contain."""
-        return [fact for fact in self.facts() if fact[0] not in _ANSWER_LABELS]
+        answered = {*_ANSWER_LABELS, *dict(self.answer())}
+        return [fact for fact in self.facts() if fact[0] not in answered]
 
     def answer_html(self) -> str:
         """Return HTML for a report or a notebook: the key numbers, how sure they are, and the reason."""
@@ -415,6 +437,11 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         tiles = [
             ("speed-up", *self._gain_tile(f"over the baseline, {today}")),
             ("samples/s", number(evidence.samples_per_second), f"{duration(evidence.step_seconds)} a step"),
+            *(
+                []
+                if evidence.tokens_per_second is None
+                else [("tokens/s", number(evidence.tokens_per_second), "without padding")]
+            ),
             ("peak memory", size(evidence.peak_memory_bytes), limit),
         ]
         trials = f"{count(search.num_trials, 'trial')}, {search.num_failures} failed, {duration(search.seconds)}"
@@ -455,6 +482,22 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         own = 1 if self.workload is None else self.workload.num_ranks
         ranks: int = self.options.get("num_ranks", 1)
         return own * ranks
+
+    @property
+    def measured_flops(self) -> MeasuredFlops | None:
+        """Return the operations of a sample and the machine's rates, for a `PrecisionController`; None if unknown."""
+        if self.utilization is None or self.utilization.flops_per_second is None:
+            return None
+        # The ranks of a CPU share the rate that was measured on all of it.
+        num_sharing = self.num_ranks if self.hardware.identity.type == "cpu" else 1
+        return MeasuredFlops(
+            flops_per_sample=self.utilization.flops_per_second / self.evidence.samples_per_second,
+            machine_flops_per_second={
+                precision: capability.matmul_flops_per_second / num_sharing
+                for precision, capability in self.hardware.precisions.items()
+                if capability.matmul_flops_per_second
+            },
+        )
 
     @property
     def available_bytes(self) -> int:

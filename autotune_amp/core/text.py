@@ -28,7 +28,7 @@ _SAME_OPTIONS = (
 ARGUMENTS = {name: name.replace("-", "_") for name in _SAME_OPTIONS} | _RENAMED_OPTIONS
 _OPTION = re.compile(
     rf"(`[^`]*`)|(?<![\w'\"\[-])--({'|'.join(sorted(ARGUMENTS, key=len, reverse=True))})(?![\w-])"
-    r"(?: (\d+(?![\w:.]*\w)|(?:cpu|free|none|energy|memory|speed)\b))?"
+    r"(?: (\d+(?![\w:.]*\w)|(?:cpu|free|none|energy|memory|speed|tokens)\b))?"
 )
 
 
@@ -67,6 +67,11 @@ def exact(loss_scale: float) -> str:
 def rate(samples_per_second: float) -> str:
     """Format a throughput: ``412 samples/s``."""
     return f"{number(samples_per_second)} samples/s"
+
+
+def token_rate(tokens_per_second: float) -> str:
+    """Format a throughput: ``1,240 tokens/s``."""
+    return f"{number(tokens_per_second)} tokens/s"
 
 
 def size(num_bytes: float) -> str:

@@ -50,6 +50,7 @@ from autotune_amp.core.recommendation import Exclusion, NothingWorksError
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, size, times
 from autotune_amp.hardware import identify, machine_load
+from autotune_amp.hardware.data_sheets import data_sheet_flops_per_second
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.precision.modes import MIXED_PRECISIONS, MODES
 from autotune_amp.processes.local import Handle
@@ -184,7 +185,9 @@ def facts(profile: AmpProfile) -> list[tuple[str, str]]:
     for row in profile.rows:
         if row.gap is not None and row.precision in ("fp32", profile.best_precision):
             if row.gap.attained_flops_per_second is not None:
-                lines.append(("rate", f"{row.precision}: {_rate_text(row.gap, row.gap.attained_flops_per_second)}"))
+                sheet = data_sheet_flops_per_second(profile.device_name, row.precision)
+                rate = _rate_text(row.gap, row.gap.attained_flops_per_second, sheet)
+                lines.append(("rate", f"{row.precision}: {rate}"))
             lines.append(("gap", f"{row.precision}: {_parts_text(row.gap)}"))
     lines += [("next step", next_step_line(step)) for step in profile.next_steps[:NUM_NEXT_STEPS]]
     if profile.next_steps:
@@ -243,11 +246,19 @@ def _verdict_text(profile: AmpProfile) -> str:
     return f"{row.precision}, {_speedup_text(row)} over fp32: {_row_verdict_text(row)}"
 
 
-def _rate_text(gap: StepBreakdown, attained: float) -> str:
+def _rate_text(gap: StepBreakdown, attained: float, data_sheet: float | None) -> str:
+    """Return the rate of the machine and of a step, and the share that the step attains (MFU).
+
+    `data_sheet` is the GPU's rate by its data sheet in FLOP/s, None if unknown.
+    """
+    of_sheet = (
+        "" if data_sheet is None else f"; {100 * attained / data_sheet:.2g} % of the data sheet's {flops(data_sheet)}"
+    )
     if gap.machine_flops_per_second is None:
-        return f"{flops(attained)} by a step; the machine's own rate could not be measured"
+        return f"{flops(attained)} by a step; the machine's own rate could not be measured{of_sheet}"
     share = 100 * attained / gap.machine_flops_per_second
-    return f"{flops(gap.machine_flops_per_second)} by the machine, {flops(attained)} by a step, {share:.2g} %"
+    by_machine = f"{flops(gap.machine_flops_per_second)} by the machine, {flops(attained)} by a step"
+    return f"{by_machine}, {share:.2g} % (MFU){of_sheet}"
 
 
 def _parts_text(gap: StepBreakdown) -> str:

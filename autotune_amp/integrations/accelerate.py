@@ -62,6 +62,7 @@ from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.integrations.bridge import (
     AccumulationWindow,
     config_from,
+    options_from,
     raise_if_argument_differs,
     raise_if_window_differs,
 )
@@ -131,7 +132,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
                 "Use it on one device or with DistributedDataParallel; for DeepSpeed write its JSON with "
                 "`autotune-amp export --to deepspeed`.",
             )
-        self._controller_options = dict(controller_options or {})
+        self._controller_options = options_from(config) | dict(controller_options or {})
         self._rerun = rerun
         self._is_loss_in_autocast = False  # whether the running code is inside `autocast`
         self._is_last_pass: bool | None = None  # whether the pass is its window's last, in `windows`; None outside

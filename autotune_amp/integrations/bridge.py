@@ -20,6 +20,11 @@ def config_from(source: AmpConfig | Recommendation) -> AmpConfig:
     return source if isinstance(source, AmpConfig) else source.config
 
 
+def options_from(source: AmpConfig | Recommendation) -> dict[str, Any]:
+    """Return the controller's options that a recommendation brings: what its run needs to know its utilization."""
+    return {} if isinstance(source, AmpConfig) else {"measured_flops": source.measured_flops}
+
+
 def raise_if_argument_differs(name: str, argument: object, config_value: object) -> None:
     """Raise `InvalidRequestError` if a framework's argument is not None and differs from the config's value."""
     if argument is not None and argument != config_value:

@@ -80,6 +80,7 @@ from autotune_amp.integrations.bridge import (
     AccumulationWindow,
     config_from,
     numeric_metrics,
+    options_from,
     raise_if_argument_differs,
     raise_if_window_differs,
     replace_attributes,
@@ -117,7 +118,7 @@ class AutotunePrecision(Precision):
 
     def __init__(self, config: AmpConfig | Recommendation, **options: Any) -> None:
         self.config = config_from(config)
-        self._options = options
+        self._options = options_from(config) | options
         self._controller: PrecisionController | None = None
         self._module: LightningModule | None = None
         self._latest = LatestBatch()

@@ -52,7 +52,7 @@ from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.dimensions.prepare import prepare
 from autotune_amp.integrations.accelerate import unwrap_optimizers
-from autotune_amp.integrations.bridge import config_from, raise_if_window_differs
+from autotune_amp.integrations.bridge import config_from, options_from, raise_if_window_differs
 from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import metric_values
@@ -97,7 +97,7 @@ class AutotuneTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         self._amp_config = config_from(amp_config)
-        self._controller_options = dict(controller_options or {})
+        self._controller_options = options_from(amp_config) | dict(controller_options or {})
         self._attached_model: nn.Module | None = None
         super().__init__(*args, **kwargs)
         raise_if_model_has_autocast(self, InvalidRequestError)
@@ -166,11 +166,14 @@ class AutotuneTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Run a training step as in Trainer. Its arguments are kept for the controller's diagnosis."""
+        """Run a training step as in Trainer. Its arguments are kept for the controller's diagnosis, and the tokens of
+        its inputs are counted.
+        """
         if self._attached_model is not model:
             self.controller.attach(model, self._rerun)
             self._attached_model = model
         self._latest = model, inputs, num_items_in_batch
+        self.controller.count_tokens(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _rerun(self) -> Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import Failure, Measurement, Purpose, Record
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.text import clock, duration, one_line, printable, rate, size
+from autotune_amp.core.text import clock, duration, one_line, printable, rate, size, token_rate
 from autotune_amp.report.rows import outcome_line
 from autotune_amp.search.progress import Progress
 
@@ -330,5 +330,6 @@ def trial_line(record: Record) -> str:
 
 def _measurement_columns(outcome: Measurement) -> str:
     """Return throughput, step time and memory, in columns."""
-    columns = f"{rate(outcome.samples_per_second):>17}  {duration(outcome.step_seconds):>8}"
+    tokens = "" if outcome.tokens_per_second is None else f"  {token_rate(outcome.tokens_per_second):>16}"
+    columns = f"{rate(outcome.samples_per_second):>17}{tokens}  {duration(outcome.step_seconds):>8}"
     return f"{columns}  {size(outcome.peak_memory_bytes):>8}" + "  cut" * outcome.was_cut

@@ -13,12 +13,23 @@ from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.outcome import Accumulation, Calibration, Failure, Fidelity, Measurement, Profiled
 from autotune_amp.core.recommendation import CandidateRow, Exclusion, Recommendation, VariantRow
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.text import count, duration, number, one_line, outcome_name, rate, shell_line, size, times
+from autotune_amp.core.text import (
+    count,
+    duration,
+    number,
+    one_line,
+    outcome_name,
+    rate,
+    shell_line,
+    size,
+    times,
+    token_rate,
+)
 from autotune_amp.dimensions import TRIED_ON_LEADER
 from autotune_amp.trial.step_profile.breakdown import profiled_line
 
 # Columns with the value that most searches have in every row: such a column is left out.
-_USUAL_CELLS = {"accum": "1", "workers": "-", "J/sample": "-"}
+_USUAL_CELLS = {"accum": "1", "workers": "-", "tokens/s": "-", "J/sample": "-"}
 
 
 def recommended_row(recommendation: Recommendation) -> CandidateRow | None:
@@ -67,6 +78,7 @@ def _cells(row: CandidateRow) -> dict[str, str]:
         "accum": str(row.accumulation_steps),
         "workers": "-" if row.num_workers is None else str(row.num_workers),
         "samples/s": "-" if row.samples_per_second is None else number(row.samples_per_second),
+        "tokens/s": "-" if row.tokens_per_second is None else number(row.tokens_per_second),
         "step": "-" if row.step_seconds is None else duration(row.step_seconds),
         "memory": "-" if row.peak_memory_bytes is None else size(row.peak_memory_bytes),
         "J/sample": "-" if row.joules_per_sample is None else f"{row.joules_per_sample:.3g}",
@@ -170,7 +182,8 @@ def value_range(*values: int) -> str:
 def outcome_line(outcome: Measurement | Failure | Fidelity | Calibration | Accumulation | Profiled) -> str:
     """Return the outcome of a trial, a check or a profile in a few words."""
     if isinstance(outcome, Measurement):
-        return rate(outcome.samples_per_second) + ", cut as far slower" * outcome.was_cut
+        tokens = "" if outcome.tokens_per_second is None else f", {token_rate(outcome.tokens_per_second)}"
+        return rate(outcome.samples_per_second) + tokens + ", cut as far slower" * outcome.was_cut
     if isinstance(outcome, Failure):
         return f"{outcome_name(outcome.kind)}: {one_line(outcome.message)}"
     if isinstance(outcome, Fidelity):

@@ -14,7 +14,7 @@ from plotly.graph_objects import Figure, Scatter
 from plotly.subplots import make_subplots
 
 from autotune_amp.core import markup
-from autotune_amp.core.text import count, one_line
+from autotune_amp.core.text import count, number, one_line
 from autotune_amp.report import document
 from autotune_amp.report.charts import PRECISION_STYLES, apply_layout, hover_label, line_trace, marker_trace
 from autotune_amp.report.document import chart
@@ -197,11 +197,20 @@ def _summary(run: LoggedRun) -> str:
             ("precision at the end", last.precision, scale),
             ("steps skipped", f"{100 * share:.2g} %", f"{causes} in {num_updates:,} updates"),
             ("moves", f"{len(moves):,}", latest),
+            *_speed_tiles(last),
         ]
     )
     if not (isinstance(last, MoveLine) and last.kind == "stop"):
         return tiles
     return tiles + markup.paragraph(f"The run was stopped at update {last.update:,}: {_reason(last)}.", "warning")
+
+
+def _speed_tiles(last: Line) -> list[tuple[str, str, str]]:
+    """Return the tile for tokens per second and utilization at the end of the log; none if neither is known."""
+    mfu = "" if last.mfu is None else f"{100 * last.mfu:.2g} % of the machine's own rate (MFU)"
+    if last.tokens_per_second is not None:
+        return [("tokens/s at the end", number(last.tokens_per_second), mfu or "without padding")]
+    return [("MFU at the end", f"{100 * last.mfu:.2g} %", "of the machine's own rate")] if last.mfu is not None else []
 
 
 def _title(starts: Sequence[Line]) -> str:

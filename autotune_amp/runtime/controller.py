@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.utils._pytree import tree_leaves
 
+from autotune_amp.command.agent.tokens import count_tokens
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.evidence import MeasuredFlops
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.precision.step_amp import has_gradients
@@ -84,6 +86,8 @@ class PrecisionController(torch.amp.GradScaler):
         update, change of the loss scale and move. `autotune_amp.integrations.sinks` has ready-made ones.
     run_log: a file to append to, for ``autotune-amp report``: a line of JSON for every move, every change of the loss
         scale, and every 64th update with the loss. Rank 0 writes it; a resumed run continues it.
+    measured_flops: operations of a sample and rates of this machine, by which status, run log and sinks have the
+        utilization of steps (MFU); `load` takes them from the recommendation.
 
     Logs a warning to ``autotune_amp.runtime`` if this process lacks the config's environment variables. Raises
     `DeviceError` for a missing device and `InvalidRequestError` for options that cannot be honoured.
@@ -110,6 +114,7 @@ class PrecisionController(torch.amp.GradScaler):
         process_group: ProcessGroup | None = None,
         sinks: Sequence[Sink] = (),
         run_log: str | os.PathLike[str] | None = None,
+        measured_flops: MeasuredFlops | None = None,
     ) -> None:
         self._ranks = ranks = Ranks(checked_device(device), process_group)
         self._end_signal = None if on_signal is None else EndSignal(on_signal, ranks)
@@ -118,7 +123,9 @@ class PrecisionController(torch.amp.GradScaler):
         self._policy = policy = Policy(precisions, config.loss_scale, promotes=promote)
         self._rule = policy.scale
         self._scaler = scaler = LossScaler(self._rule)
-        self._metrics = MetricsRecorder(config, policy, scaler, ranks, sinks=sinks, run_log=run_log)
+        self._metrics = MetricsRecorder(
+            config, policy, scaler, ranks, sinks=sinks, run_log=run_log, measured_flops=measured_flops
+        )
         self._executor = Executor(
             config,
             policy,
@@ -144,7 +151,8 @@ class PrecisionController(torch.amp.GradScaler):
         cls, path: str | os.PathLike[str], device: str | torch.device = "cuda", **options: Any
     ) -> PrecisionController:
         """Return a controller for the config in a ``recommendation.json``; `options` are the constructor's."""
-        return cls(Recommendation.load(path).config, device, **options)
+        recommendation = Recommendation.load(path)
+        return cls(recommendation.config, device, **{"measured_flops": recommendation.measured_flops, **options})
 
     # The loop: autocast, backward, unscale_, step, update.
 
@@ -177,17 +185,30 @@ class PrecisionController(torch.amp.GradScaler):
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         clip_norm: float | None = None,
+        num_tokens: int | Tensor | None = None,
     ) -> StepResult:
         """Train on one batch: zero_grad, `closure` under autocast, backward, unscale_, clip, step and update.
 
         `closure` returns the loss of the batch, a single number, and does nothing else: if `attach` got no rerun it is
         called again to find out why steps fail; if no model is attached yet, the one named in the closure's code is.
-        `clip_norm` limits the norm of all gradients together; with several optimizers each is stepped by itself. Inside
-        `windows` a call is one pass, and its share of the loss is taken automatically. The result is true if the window
-        stepped, and has the ``loss`` and the ``grad_norm`` before clipping, on the device. An exception clears the
-        gradients and discards the window. Raises `InvalidRequestError` for a loop or a loss that cannot be trained.
+        `clip_norm` limits the norm of all gradients together; with several optimizers each is stepped by itself.
+        `num_tokens` are the batch's tokens without padding, such as ``attention_mask.sum()``: status, run log and sinks
+        then have the tokens per second. A tensor on an accelerator costs no wait. Inside `windows` a call is one pass,
+        and its share of the loss is taken automatically. The result is true if the window stepped, and has the ``loss``
+        and the ``grad_norm`` before clipping, on the device. An exception clears the gradients and discards the window.
+        Raises `InvalidRequestError` for a loop or a loss that cannot be trained.
         """
+        if num_tokens is not None:
+            self._metrics.count_tokens(num_tokens)
         return self._train_step.run(self, self._windows.current, closure, optimizer, clip_norm)
+
+    def count_tokens(self, batch: Any) -> None:
+        """Count the tokens of a batch, as `train_step` does with `num_tokens`: those of its ``input_ids`` that its
+        ``attention_mask`` marks. Does nothing for a batch without token ids.
+        """
+        counted = count_tokens(batch)
+        if counted is not None:
+            self._metrics.count_tokens(counted.num_tokens)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run ``scale(loss).backward(**kwargs)``."""
@@ -308,6 +329,7 @@ class PrecisionController(torch.amp.GradScaler):
         if self._executor.model is not None:
             self._executor.model.num_window_passes = window.num_passes
         if window.is_late:
+            self._metrics.end_window()
             self._executor.end_window(self._scaler.send(window, self._ranks))
             # Hysteresis is counted on the host only, so the host must not lag behind.
             self._read_verdicts(0 if self._rule.hysteresis > 1 else LAG_UPDATES)
@@ -317,6 +339,7 @@ class PrecisionController(torch.amp.GradScaler):
                 self._executor.optimizers.note(window.verdicts)
             result = window.result(self._ranks)
             if result.verdicts:
+                self._metrics.end_window()
                 self._executor.end_window(result.worst > CLEAN)
                 self._executor.end_update(result)
                 self._scaler.write()
@@ -420,6 +443,7 @@ class PrecisionController(torch.amp.GradScaler):
             self._executor.end_window(True)
             self._check.window, self._is_in_window = UpdateWindow(), False
             self._per_optimizer_states.clear()
+        self._metrics.discard_window()
 
     def on_step(self, callback: Callable[[], object], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Call `callback` once for every step taken: of `optimizer`, or with None of any optimizer in the update.

@@ -19,11 +19,12 @@ import torch
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.documents import Whole
+from autotune_amp.core.evidence import MeasuredFlops
 from autotune_amp.core.precisions import Precision
 from autotune_amp.hardware import nvml
 from autotune_amp.runtime.policy import Policy
 from autotune_amp.runtime.run_log import BeginLine, Line, MoveLine, RunLog, SampleLine
-from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, LossScaler, Ranks, UpdateResult
+from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, LaggedReader, LossScaler, Ranks, UpdateResult
 from autotune_amp.runtime.sinks import Sink, SinkThread
 from autotune_amp.runtime.status import BEFORE, MOVE, PINNED_MODULES, REASON, MoveRecord, metric_values
 
@@ -85,6 +86,7 @@ class MetricsRecorder:
         *,
         sinks: Sequence[Sink],
         run_log: str | os.PathLike[str] | None,
+        measured_flops: MeasuredFlops | None = None,
     ) -> None:
         self.totals = Totals()  # of the whole run, including the time before a checkpoint
         self.totals_at_reset = Totals()
@@ -106,12 +108,37 @@ class MetricsRecorder:
         self.num_unexplained = 0  # non-finite losses since the last step, counted as bad batches
         self._last_update: float | None = None
         self._seconds: deque[float] = deque(maxlen=101)  # between updates since the last move
+        self._tokens: deque[int] = deque(maxlen=101)  # in each of these updates
+        self._measured_flops = measured_flops
+        self._window_tokens: int | torch.Tensor = 0  # of the present window
+        self._unjudged_tokens: deque[int | None] = deque()  # of windows without a verdict; None if the reader has them
+        self._token_reader = LaggedReader()
 
     def begin_rung(self, precision: Precision, rung: int) -> None:
         """Count later updates for `precision`."""
         self._precision, self._rung = precision, rung
         self._seconds.clear()
+        self._tokens.clear()
         self._last_update = None
+
+    def count_tokens(self, num_tokens: int | torch.Tensor) -> None:
+        """Add real tokens to the present window. A tensor on an accelerator is read with the window's verdict, without
+        an additional wait.
+        """
+        if isinstance(num_tokens, torch.Tensor):
+            num_tokens = int(num_tokens) if num_tokens.device.type == "cpu" else num_tokens.float()
+        self._window_tokens = self._window_tokens + num_tokens
+
+    def discard_window(self) -> None:
+        """Forget the tokens of a window that was discarded."""
+        self._window_tokens = 0
+
+    def end_window(self) -> None:
+        """Keep the tokens of a window until its verdict is known."""
+        tokens, self._window_tokens = self._window_tokens, 0
+        if isinstance(tokens, torch.Tensor):
+            self._token_reader.push([tokens], ())
+        self._unjudged_tokens.append(tokens if isinstance(tokens, int) else None)
 
     def resume(self, run_id: str | None) -> None:
         """Continue the run `run_id` from a checkpoint, or with None a run without an id."""
@@ -134,8 +161,12 @@ class MetricsRecorder:
         """
         self._begin()
         totals, precision, judged_at = self.totals, self._precision, time.perf_counter()
+        num_tokens = self._unjudged_tokens.popleft() if self._unjudged_tokens else 0
+        if num_tokens is None:
+            num_tokens = int(self._token_reader.pop()[0][0])
         if self._last_update is not None:
             self._seconds.append(judged_at - self._last_update)
+            self._tokens.append(num_tokens)
             totals.seconds[precision] = totals.seconds.get(precision, 0.0) + self._seconds[-1]
         self._last_update = judged_at
         totals.num_updates += 1
@@ -211,6 +242,8 @@ class MetricsRecorder:
             "num_moves": totals.num_moves,
             "flushed_share": None if scale is None else self.flushed_share,
             "step_seconds": median(self._seconds) if self._seconds else None,
+            "tokens_per_second": self._tokens_per_second,
+            "mfu": self._mfu,
             "loss": self._loss,
         }
 
@@ -220,6 +253,22 @@ class MetricsRecorder:
             self._report(SampleLine(**self.current_readings()))
         for sink_thread in self.sink_threads:
             sink_thread.close()
+
+    @property
+    def _tokens_per_second(self) -> float | None:
+        """Return the tokens of all ranks per second since the last move, None if none were counted."""
+        seconds = sum(self._seconds)
+        return self._ranks.num_ranks * sum(self._tokens) / seconds if seconds and any(self._tokens) else None
+
+    @property
+    def _mfu(self) -> float | None:
+        """Return the share of the machine's own rate in the present precision that a median step attains."""
+        flops = self._measured_flops
+        rate = None if flops is None else flops.machine_flops_per_second.get(self._precision)
+        if flops is None or rate is None or not self._seconds:
+            return None
+        # Every rung trains on as many samples in a step.
+        return flops.flops_per_sample * self._config.effective_batch_size / (rate * median(self._seconds))
 
     @property
     def _scale_in_use(self) -> float | None:

@@ -15,7 +15,7 @@ from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.documents import NotNegative, Whole
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import write_atomically
-from autotune_amp.core.text import count, duration, exact, number, size
+from autotune_amp.core.text import count, duration, exact, number, size, token_rate
 from autotune_amp.runtime.policy import RecordKind, converted
 
 PREFIX = "autotune_amp/"
@@ -58,6 +58,14 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True, rename=_metric_name):
         _meta("Share of the gradient's entries that fp16 flushed to zero, an estimate from samples."),
     ] = None
     step_seconds: Annotated[NotNegative | None, _meta("Median time between updates in this precision.", "s")] = None
+    tokens_per_second: Annotated[
+        NotNegative | None,
+        _meta("Real tokens a second on all ranks, if each has as many as rank 0.", "{token}/s"),
+    ] = None
+    mfu: Annotated[
+        NotNegative | None,
+        _meta("Share of the machine's own measured rate of matrix products in this precision that steps attain."),
+    ] = None
     loss: Annotated[float | None, _meta("Loss of the last backward pass if finite, largest of all ranks.")] = None
 
 
@@ -143,6 +151,8 @@ class Status(Readings, frozen=True, kw_only=True):
             ("loss scale", None if scale is None else exact(scale) + grown),
             ("flushed", None if flushed is None else f"{100 * flushed:.2g} % of the gradient's entries, by samples"),
             ("step", None if seconds is None else f"{duration(seconds)} in the median"),
+            ("tokens", None if self.tokens_per_second is None else token_rate(self.tokens_per_second)),
+            ("MFU", None if self.mfu is None else f"{100 * self.mfu:.2g} % of the machine's own rate"),
             ("loss", None if self.loss is None else number(self.loss)),
             ("memory", f"{size(self.peak_memory_bytes)} at the peak{saved}"),
             ("largest", None if self.forward_max is None else f"{number(self.forward_max)}, of a module's output"),

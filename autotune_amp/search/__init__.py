@@ -17,7 +17,9 @@ then the report names the change. Variables in `config.environment` must be set 
 without them is `evidence.plain_environment`, and the controller warns if they are missing.
 
 A finished search is ranked again for another objective from its records; nothing is run, and the report says which
-settings were not confirmed for that objective. `--objective energy` minimizes the energy per sample of the whole
-device, read from NVIDIA's counter or, on a CPU, from RAPL, which usually only root can read and which virtual machines
-lack. Steps that the loss scaler skips are not repeated.
+settings were not confirmed for that objective. `--objective tokens` compares real tokens per second in place of
+samples, which differ if a setting changes what a sample holds (`command.agent.tokens` says what is counted).
+`--objective energy` minimizes the energy per sample of the whole device, read from NVIDIA's counter or, on a CPU, from
+RAPL, which usually only root can read and which virtual machines lack. Steps that the loss scaler skips are not
+repeated.
 """

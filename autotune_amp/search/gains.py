@@ -11,7 +11,7 @@ from autotune_amp.core.outcome import Measurement, Purpose, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger, Shortlist
-from autotune_amp.search.ranking import MIN_GAIN, SettingRuns, confirm_runs
+from autotune_amp.search.ranking import MIN_GAIN, SettingRuns, confirm_runs, merit
 from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
 
 MAX_PREDICTED_ROUNDS = 100
@@ -19,7 +19,7 @@ MAX_PREDICTED_ROUNDS = 100
 
 def gain_interval(ledger: Ledger, candidate: SettingRuns, baseline: SettingRuns) -> tuple[float, float]:
     """Return the 95 % interval of a setting's speed-up over the baseline; (0, infinity) if it is unknown."""
-    interval = speedup(candidate, baseline, ledger.records)[1] if candidate.measurements else None
+    interval = ledger_speedup(ledger, candidate, baseline)[1] if candidate.measurements else None
     if interval is not None:
         return interval
     # On several slots, trials that ran beside others are compared with each other.
@@ -29,8 +29,18 @@ def gain_interval(ledger: Ledger, candidate: SettingRuns, baseline: SettingRuns)
     if not measurements or not baseline_measurements:
         return 0.0, math.inf
     return unpaired_ratio_interval(
-        [m.samples_per_second for m in measurements], [m.samples_per_second for m in baseline_measurements]
+        [merit([m]).speed(ledger.objective) for m in measurements],
+        [merit([m]).speed(ledger.objective) for m in baseline_measurements],
     )
+
+
+def ledger_speedup(
+    ledger: Ledger, chosen: SettingRuns, baseline: SettingRuns
+) -> tuple[float | None, tuple[float, float] | None]:
+    """Return the `speedup` among the ledger's records, in the throughput that its objective compares."""
+    if ledger.objective == "tokens":
+        chosen, baseline = chosen.in_tokens(), baseline.in_tokens()
+    return speedup(chosen, baseline, ranking.records_for(ledger.objective, ledger.records))
 
 
 def gain_and_rounds_to_settle(
@@ -50,8 +60,12 @@ def gain_and_rounds_to_settle(
     candidates = [runs for runs in contenders.values() if runs.measurements and runs != baseline]
     if not baseline.measurements or not candidates:
         return None
-    fastest = max(candidates, key=lambda runs: runs.speed)
-    ratio, (low, _) = fastest.speed / baseline.speed, gain_interval(ledger, fastest, baseline)
+
+    def throughput(runs: SettingRuns) -> float:
+        return merit(runs.measurements).speed(ledger.objective)
+
+    fastest = max(candidates, key=throughput)
+    ratio, (low, _) = throughput(fastest) / throughput(baseline), gain_interval(ledger, fastest, baseline)
     if ratio < 1 + MIN_GAIN or low > 1:
         return None
     num_rounds = min(fastest.num_confirming, baseline.num_confirming)

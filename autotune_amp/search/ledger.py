@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from autotune_amp.core.config import LossScale
-from autotune_amp.core.evidence import Objective
+from autotune_amp.core.evidence import THROUGHPUT_OBJECTIVES, Objective
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measurement, Outcome, Record
 from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
@@ -126,6 +126,11 @@ class Ledger:
     def accumulation(self) -> Accumulation | None:
         """Return the result of the accumulation check, or None if it was not run."""
         return ranking.accumulation_result(self.records)
+
+    @property
+    def is_by_throughput(self) -> bool:
+        """Whether the objective compares throughput, in samples or tokens, rather than memory or energy."""
+        return self.objective in THROUGHPUT_OBJECTIVES
 
     @property
     def is_loss_sum(self) -> bool:
@@ -285,8 +290,10 @@ class Ledger:
 
     @cached_property
     def speeds(self) -> dict[Setting, float]:
-        """Return the samples per second that reach the optimizer, for each setting that may be recommended."""
-        return {c: merit.samples_per_second for c, merit in self.merits.items()}
+        """Return the samples, or for the objective tokens the tokens, per second that reach the optimizer, for each
+        setting that may be recommended.
+        """
+        return {c: merit.speed(self.objective) for c, merit in self.merits.items()}
 
     @cached_property
     def provisional_tiers(self) -> dict[Setting, int]:
@@ -337,7 +344,8 @@ class Ledger:
         last_tier = max(ranking.UNDECIDED_TIER, min((tiers[c] for c in others), default=0))
         sound_settings = [c for c in others if tiers[c] <= last_tier]
         fastest = max(speed for c, speed in self.speeds.items() if c == winner or c in sound_settings)
-        rivals = [c for c in sound_settings if objective == "speed" and self.speeds[c] >= (1 - RIVAL_MARGIN) * fastest]
+        is_by_throughput = objective in THROUGHPUT_OBJECTIVES
+        rivals = [c for c in sound_settings if is_by_throughput and self.speeds[c] >= (1 - RIVAL_MARGIN) * fastest]
         runner_up = max(rivals, key=lambda c: self.speeds[c]) if rivals else next(iter(sound_settings), None)
         return Shortlist(winner, runner_up, baseline)
 
@@ -347,8 +355,8 @@ class Ledger:
         It may if it was not measured, or if it is nearly as fast as the winner: for speed within 10 %, for memory and
         energy at least 1 / `HOPELESS_SLOWDOWN` as fast.
         """
-        speeds = {c: self.measured_merits[c].samples_per_second for c in shortlist[:2] if c in self.measured_merits}
-        share = 1 - RIVAL_MARGIN if self.objective == "speed" else 1 / HOPELESS_SLOWDOWN
+        speeds = {c: self.measured_merits[c].speed(self.objective) for c in shortlist[:2] if c in self.measured_merits}
+        share = 1 - RIVAL_MARGIN if self.is_by_throughput else 1 / HOPELESS_SLOWDOWN
         least_speed_of_rival = share * speeds.get(shortlist.winner, 0.0)
         return [
             c
@@ -478,7 +486,7 @@ class Ledger:
     def _compile_cost_reason(self, setting: Setting) -> str | None:
         """Return the reason if the training run is too short for compiling to save time, else None."""
         num_steps = self.break_even_steps(setting)
-        if self.objective != "speed" or num_steps is None or num_steps <= self.num_steps:
+        if not self.is_by_throughput or num_steps is None or num_steps <= self.num_steps:
             return None
         if math.isinf(num_steps):
             return "compiling never saves time: its steps are no faster"

@@ -121,8 +121,6 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         if options.ray is not None and (num_ranks > options.ranks or not options.can_use_ray):
             wanted = "left out under a launcher, for energy, and together with --devices or the number of a GPU"
             raise _invalid_option("ray", options.ray, wanted)
-        if options.price_per_hour is not None and options.num_steps is None and options.num_samples is None:
-            raise _invalid_option("price_per_hour", options.price_per_hour, "given together with --steps or --samples")
         return options
 
     def arguments(self) -> list[str]:

@@ -449,7 +449,10 @@ class Planner:
         growth = max(1.0, setting.batch_size / best.candidate.batch_size)
         return replace(
             trial,
-            cut_step_seconds=None if needs_energy else CUT_RATIO * setting.effective_batch_size / samples_per_second,
+            # A sample may hold more tokens in another setting, and then its step is longer but not slower.
+            cut_step_seconds=None
+            if ledger.objective in ("energy", "tokens")
+            else CUT_RATIO * setting.effective_batch_size / samples_per_second,
             step_deadline_seconds=step_deadline,
             first_step_deadline_seconds=max(
                 MIN_FIRST_STEP_DEADLINE_SECONDS, step_deadline + 3 * growth * first_step_seconds

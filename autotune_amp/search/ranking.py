@@ -3,8 +3,9 @@
 An unfaithful setting is excluded. Unchecked settings rank after fp32 and the faithful ones, doubtful ones last. Among
 the others `rank_for` decides by the objective. Speed: among settings within 3 % of the fastest (`PLATEAU`), a decided
 verdict ranks before an undecided one, then the precision with the fewest run-time risks, then the smallest batch
-(`dimensions.risks`). Memory: the lowest peak among settings no slower than the baseline; peaks within 2 % count as
-equal, and speed decides. Energy: the fewest joules per sample, and within 3 % the setting with the fewest risks.
+(`dimensions.risks`). Tokens: as speed, with tokens that are no padding in place of samples. Memory: the lowest peak
+among settings no slower than the baseline; peaks within 2 % count as equal, and speed decides. Energy: the fewest
+joules per sample, and within 3 % the setting with the fewest risks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.outcome import (
@@ -121,6 +123,10 @@ class SettingRuns(msgspec.Struct, frozen=True, kw_only=True):
     def speed(self) -> float:
         """Return the median of the processes' samples per second."""
         return median(self.speeds)
+
+    def in_tokens(self) -> SettingRuns:
+        """Return the runs with tokens in place of samples per second; samples where no tokens were counted."""
+        return replace(self, measurements=tuple(map(in_tokens, self.measurements)))
 
     @property
     def num_confirming(self) -> int:
@@ -340,15 +346,54 @@ class Merit(NamedTuple):
     samples_per_second: float
     peak_memory_bytes: int
     joules_per_sample: float | None
+    tokens_per_second: float | None = None
+
+    def speed(self, objective: Objective) -> float:
+        """Return the throughput that the objective compares: tokens per second for tokens, if they were counted, else
+        samples per second.
+        """
+        if objective == "tokens" and self.tokens_per_second is not None:
+            return self.tokens_per_second
+        return self.samples_per_second
+
+
+def in_tokens(measurement: Measurement) -> Measurement:
+    """Return a measurement with its tokens in place of its samples per second, if it counted tokens."""
+    tokens = measurement.tokens_per_second
+    return measurement if tokens is None else replace(measurement, samples_per_second=tokens)
+
+
+def records_for(objective: Objective, records: Sequence[Record]) -> Sequence[Record]:
+    """Return records whose samples per second are the throughput that the objective compares (see `in_tokens`)."""
+    if objective != "tokens":
+        return records
+    return [replace(r, outcome=in_tokens(r.outcome)) if isinstance(r.outcome, Measurement) else r for r in records]
+
+
+def raise_if_unmeasured(objective: Objective, merits: Iterable[Merit]) -> None:
+    """Raise `InvalidRequestError` if no trial measured what the objective compares."""
+    merits = list(merits)
+    if objective == "energy" and all(merit.joules_per_sample is None for merit in merits):
+        raise InvalidRequestError(
+            "--objective is 'energy', but no trial of this search measured the device's energy.",
+            "Search with --objective energy --fresh, which measures it or says why it cannot.",
+        )
+    if objective == "tokens" and all(merit.tokens_per_second is None for merit in merits):
+        raise InvalidRequestError(
+            "--objective is 'tokens', but no batch of this training held token ids in a tensor called input_ids.",
+            "Use --objective speed, or let the batches be mappings with input_ids, and attention_mask for padding.",
+        )
 
 
 def merit(measurements: Sequence[Measurement], applied_share: float = 1.0) -> Merit:
     """Return the merit of one candidate from its processes. Only samples that reach the optimizer count."""
     joules = joules_per_sample(measurements)
+    tokens = [m.tokens_per_second for m in measurements if m.tokens_per_second is not None]
     return Merit(
         samples_per_second=median(m.samples_per_second for m in measurements) * applied_share,
         peak_memory_bytes=max(m.peak_memory_bytes for m in measurements),
         joules_per_sample=joules / applied_share if joules is not None and applied_share > 0 else None,
+        tokens_per_second=median(tokens) * applied_share if tokens else None,
     )
 
 
@@ -390,7 +435,7 @@ def rank_for(
     """
 
     def winner(candidates: Sequence[Setting]) -> Setting:
-        speeds = {c: merits[c].samples_per_second for c in candidates}
+        speeds = {c: merits[c].speed(objective) for c in candidates}
         if objective == "memory":
             peaks = {c: merits[c].peak_memory_bytes for c in candidates if speeds[c] >= least_speed}
             speeds = {
@@ -437,4 +482,4 @@ def is_worth_a_change(objective: Objective, candidate: Merit, baseline: Merit) -
         if candidate.joules_per_sample is None or baseline.joules_per_sample is None:
             return candidate.joules_per_sample is not None
         return candidate.joules_per_sample <= (1 - MIN_GAIN) * baseline.joules_per_sample
-    return candidate.samples_per_second >= (1 + MIN_GAIN) * baseline.samples_per_second
+    return candidate.speed(objective) >= (1 + MIN_GAIN) * baseline.speed(objective)

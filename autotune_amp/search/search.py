@@ -31,6 +31,7 @@ from autotune_amp.processes.devices import Devices, find_gpus
 from autotune_amp.processes.local import Backend, SlotLostError, WorkloadBackend
 from autotune_amp.processes.on_ray.cluster import Cluster
 from autotune_amp.processes.on_ray.slots import RayDevices
+from autotune_amp.search import ranking
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
 from autotune_amp.search.ledger import Ledger, Shortlist
@@ -208,6 +209,8 @@ class _Search:
                 self._progress.note(planner.forecast(ledger, may_fork="share_build" in backend.abilities))
             share_building(backend, planner, ledger, self._progress)
             for _ in run_stages(search_stages(study), runner):
+                if ledger.merits:
+                    ranking.raise_if_unmeasured(self._options.objective, ledger.merits.values())
                 if not runner.pending:
                     share_building(backend, planner, ledger, self._progress)
             max_trials, is_open = (

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from autotune_amp.command.agent.flops import count_flops
+from autotune_amp.command.agent.tokens import count_tokens
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import PartialResult, Phase, Ready, Tell
 from autotune_amp.core.outcome import (
@@ -25,6 +27,7 @@ from autotune_amp.core.outcome import (
     Accumulation,
     Calibration,
     CheckOutcome,
+    CountedFlops,
     Failure,
     Fidelity,
 )
@@ -121,7 +124,7 @@ def _run_check(inputs: CheckInputs, spec: Check, tell: Tell) -> Fidelity | Calib
     if inputs.loop is not None and has_half_weights(inputs.model):
         reason = "a loop that keeps weights in half precision cannot be run in fp32"
         return spec.unchecked(reason, "Compare a few hundred of its steps with those of the same loop in fp32.")
-    return fidelity.check(
+    result = fidelity.check(
         inputs,
         candidate.precision,
         pinned_modules=candidate.pinned_modules,
@@ -132,6 +135,22 @@ def _run_check(inputs: CheckInputs, spec: Check, tell: Tell) -> Fidelity | Calib
         # With compilation in it, the time of the first passes does not predict that of later ones.
         seconds=math.inf if spec.aim_seconds is None or inputs.is_compiled else spec.aim_seconds,
         on_bad_verdict=lambda fidelity_result: tell(PartialResult(fidelity_result)),
+    )
+    if spec.num_steps_before:
+        return result
+    tell(PartialResult(result))  # it stands, whatever becomes of the count
+    return msgspec.structs.replace(result, counted_flops=_count_flops(inputs.reference or inputs, spec))
+
+
+def _count_flops(inputs: CheckInputs, spec: Check) -> CountedFlops:
+    """Count the operations of a pass over the first batch in fp32, which are the same in every precision."""
+    tokens = count_tokens(inputs.batches[0])
+    flops, problem = count_flops(lambda: Passes(inputs).run(0, "fp32"))
+    return CountedFlops(
+        flops=flops,
+        num_samples=spec.candidate.batch_size,
+        num_positions=None if tokens is None else tokens.num_positions,
+        problem=problem,
     )
 
 

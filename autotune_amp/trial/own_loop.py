@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from autotune_amp.command.agent.tokens import TokenCount, count_tokens
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.workload import Fitting
 from autotune_amp.hardware.measuring import synchronize
@@ -35,6 +36,7 @@ from autotune_amp.trial.timing import (
     groups_per_loader_round,
     num_backoffs,
     step_losses,
+    token_fields,
 )
 from autotune_amp.trial.training import Training
 
@@ -85,7 +87,7 @@ def time_own_loop(
 
 
 class _BatchSupply:
-    """Source of the loop's batches, which counts their samples and times the wait for them."""
+    """Source of the loop's batches, which counts their samples and tokens and times the wait for them."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -93,7 +95,8 @@ class _BatchSupply:
         self._accumulation_steps = training.spec.candidate.accumulation_steps
         self._is_fetching = False
         self._num_batches = 0
-        self._ahead: deque[int] = deque()  # sample counts of batches fetched but not trained on yet
+        # Samples and tokens of batches fetched but not trained on yet.
+        self._ahead: deque[tuple[int, TokenCount | None]] = deque()
         self.largest = 0
         self.seconds = 0.0
 
@@ -135,13 +138,16 @@ class _BatchSupply:
             self._is_fetching = False
         num_samples = None if is_counted else data.num_samples(batch, self._batch_size)
         # A larger number counts something other than samples, such as the nodes of graphs.
-        self._ahead.append(self._batch_size if num_samples is None else min(num_samples, self._batch_size))
-        self.largest = max(self.largest, self._ahead[-1])
+        num_counted = self._batch_size if num_samples is None else min(num_samples, self._batch_size)
+        self._ahead.append((num_counted, count_tokens(batch)))
+        self.largest = max(self.largest, num_counted)
         return batch
 
-    def pop_num_samples(self, num_batches: int) -> int:
-        """Return the number of samples in the next `num_batches` fetched batches, and remove these from the queue."""
-        return sum(self._ahead.popleft() if self._ahead else self._batch_size for _ in range(num_batches))
+    def pop_counts(self, num_batches: int) -> list[tuple[int, TokenCount | None]]:
+        """Return the samples and tokens of each of the next `num_batches` fetched batches, and remove these from the
+        queue.
+        """
+        return [self._ahead.popleft() if self._ahead else (self._batch_size, None) for _ in range(num_batches)]
 
 
 class _StepStart(NamedTuple):
@@ -161,6 +167,7 @@ class _StepGroup(NamedTuple):
     after: _StepStart
     num_samples: int
     num_skips: int
+    tokens: tuple[TokenCount | None, ...]  # of each batch
 
     @property
     def step_seconds(self) -> float:
@@ -186,7 +193,8 @@ class _OwnLoopTimer:
         # Steps on batches that workers loaded during the slow first steps do not wait for data.
         num_ahead = math.ceil(training.num_loaded_ahead / training.spec.candidate.accumulation_steps)
         self._num_warmup = max(training.spec.num_warmup_steps[0], NUM_WORST_STEPS + 1) + num_ahead
-        self._num_steps = self._num_together = self._num_samples = 0
+        self._num_steps = self._num_together = 0
+        self._counts: list[tuple[int, TokenCount | None]] = []  # of the batches since the last group of steps
         self._began = self._before = self._step_start()
         self._first_step_seconds = 0.0
         self._warm_up: list[_StepGroup] = []  # without the first steps, which may be on the worst batch
@@ -198,7 +206,7 @@ class _OwnLoopTimer:
 
     def __call__(self, loss: Any, num_batches: int) -> None:
         spec = self._training.spec
-        self._num_samples += self._supply.pop_num_samples(num_batches)
+        self._counts += self._supply.pop_counts(num_batches)
         self._num_steps += 1
         self._num_together += 1
         self._training.num_steps_taken += 1
@@ -207,7 +215,8 @@ class _OwnLoopTimer:
             return
         synchronize(self._training.device)
         num_skips = num_backoffs(self._training, self._before.scale)
-        group = _StepGroup(self._num_together, self._before, self._step_start(), self._num_samples, num_skips)
+        num_samples, tokens = sum(num for num, _ in self._counts), tuple(counted for _, counted in self._counts)
+        group = _StepGroup(self._num_together, self._before, self._step_start(), num_samples, num_skips, tokens)
         self._raise_if_losses_fail(loss, group)
         if not self._is_warm:
             self._first_step_seconds = self._first_step_seconds or group.step_seconds
@@ -222,7 +231,7 @@ class _OwnLoopTimer:
             self._groups.append(group)
             self._report(len(self._groups) * spec.num_steps_per_report, group.step_seconds)
             self._end_if_enough()
-        self._num_together = self._num_samples = 0
+        self._num_together, self._counts = 0, []
         self._before = self._step_start()
 
     def timing(self) -> Timing:
@@ -258,6 +267,7 @@ class _OwnLoopTimer:
             was_cut=False,
             num_compiling_steps=sum(group.num_steps for group in self._compiled),
             is_own_loop=True,
+            **token_fields([counted for group in groups for counted in group.tokens], num_steps * mean_share_of_batch),
         )
 
     def _step_start(self) -> _StepStart:

@@ -17,6 +17,7 @@ from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.utils import counters
 
+from autotune_amp.command.agent.tokens import TokenCount, count_tokens
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial.failures import raise_if_failed
@@ -85,7 +86,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
     `data_seconds` is the part of a mean step spent waiting for a batch. `update_seconds` is the optimizer's part, None
     if timing it would take a synchronization. `was_cut`: the trial was ended as too slow. `is_own_loop`: the steps are
-    those of the workload's `fit`.
+    those of the workload's `fit`. `tokens_per_step` are the real tokens of a mean step, and `padded_share` the share of
+    padding in its positions; None without token ids.
     """
 
     first_step_seconds: float
@@ -98,6 +100,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     was_cut: bool
     num_compiling_steps: int = 0
     is_own_loop: bool = False
+    tokens_per_step: float | None = None
+    padded_share: float | None = None
 
 
 def time_steps(
@@ -250,9 +254,20 @@ def num_backoffs(training: BaseTraining, scale_before: float | None) -> int:
     return round(math.log(scale / scale_before) / math.log(training.scaler.get_backoff_factor()))
 
 
+def token_fields(counts: Sequence[TokenCount | None], num_steps: float) -> dict[str, Any]:
+    """Return the fields of a `Timing` for tokens in batches of `num_steps` optimizer steps; none without token ids."""
+    total = TokenCount(0, 0)
+    for counted in counts:
+        total = total if counted is None else total.plus(counted)
+    num_tokens, num_positions = total.read()
+    if not num_tokens:
+        return {}
+    return {"tokens_per_step": num_tokens / num_steps, "padded_share": 1 - num_tokens / num_positions}
+
+
 class _TimedSteps(NamedTuple):
-    """Steps timed together: mean seconds of a step, of its wait for data and of its update, and the number of steps
-    that the loss scaler skipped.
+    """Steps timed together: mean seconds of a step, of its wait for data and of its update, the number of steps that
+    the loss scaler skipped, and the tokens of each batch.
     """
 
     num_steps: int
@@ -260,6 +275,7 @@ class _TimedSteps(NamedTuple):
     data_seconds: float
     update_seconds: float
     num_skips: int
+    tokens: tuple[TokenCount | None, ...]
 
 
 class _StepTimer:
@@ -309,6 +325,10 @@ class _StepTimer:
             last_loss=self.last_loss,
             num_compiling_steps=self.num_compiling_steps,
             was_cut=was_cut,
+            **token_fields(
+                [counted for group in groups for counted in group.tokens],
+                sum(group.num_steps for group in groups) / self._repeats,
+            ),
         )
 
     def time_compiled(self, num_steps: int) -> _TimedSteps:
@@ -331,7 +351,7 @@ class _StepTimer:
         scale = training.loss_scale()
         synchronize(training.device)
         data_seconds = micro_seconds = last_seconds = update_seconds = 0.0
-        losses = []
+        losses, tokens = [], []
         last = time.perf_counter()
         for _ in range(num_steps):
             for number in range(self._num_micro):
@@ -344,6 +364,7 @@ class _StepTimer:
                 if self._is_last_apart and number == self._num_micro - 1:
                     synchronize(training.device)
                     micro_seconds, last = micro_seconds + time.perf_counter() - last, time.perf_counter()
+                tokens.append(count_tokens(batch))  # before the pass, in which the user's code may change the batch
                 losses.append(training.forward_backward(batch, is_last=number == self._num_micro - 1))
                 del batch
             if self._is_split:
@@ -374,6 +395,7 @@ class _StepTimer:
             data_seconds * self._repeats / num_steps,
             update_seconds / num_steps,
             num_skips,
+            tuple(tokens),
         )
 
 

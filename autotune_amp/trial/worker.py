@@ -390,11 +390,14 @@ def _measurement(spec: Trial, timing: Timing, **measured: Any) -> Measurement:
     # The mean, not the median: the throughput of a long run includes its slow steps.
     step_seconds = sum(steps) / len(steps)
     low, high = trimmed_interval(steps)  # a few slow steps may move the mean out of the interval
+    timed = msgspec.structs.asdict(timing)
+    tokens_per_step = timed.pop("tokens_per_step")
     return Measurement(
         step_seconds=step_seconds,
         step_seconds_interval=(min(low, step_seconds), max(high, step_seconds)),
         samples_per_second=spec.num_ranks * spec.candidate.effective_batch_size / step_seconds,
-        **msgspec.structs.asdict(timing),
+        tokens_per_second=None if tokens_per_step is None else spec.num_ranks * tokens_per_step / step_seconds,
+        **timed,
         **measured,
     )
 

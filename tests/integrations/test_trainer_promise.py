@@ -65,7 +65,13 @@ def test_a_confirmation_is_a_run_of_the_trainer_with_its_callbacks_that_leaves_n
     assert sorted(tmp_path.rglob("*")) == before
     assert live.state is state
     assert live.state.global_step == 0
-    assert not outcome(live, purpose="search").is_own_loop
+    searched = outcome(live, purpose="search")
+    assert not searched.is_own_loop
+    for measured in (found, searched):  # sentences have 4 to 16 tokens, those of a batch are padded to the longest
+        assert measured.tokens_per_second is not None
+        assert 4 <= measured.tokens_per_second / measured.samples_per_second <= 16
+        assert measured.padded_share is not None
+        assert 0 < measured.padded_share < 1
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("fp16", torch.float16)])

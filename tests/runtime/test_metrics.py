@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.evidence import MeasuredFlops
+from autotune_amp.runtime import metrics
+from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.metrics import MetricsRecorder
 from autotune_amp.runtime.policy import Policy
 from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, LossScaler, Ranks, UpdateResult
@@ -20,3 +31,41 @@ def test_only_the_bad_batches_of_the_same_burst_are_explained_by_an_overflow() -
     for verdict, is_overflow in [(BAD_LOSS, False), (CLEAN, False), (BAD_LOSS, False), (BAD_LOSS, True)]:
         recorder.begin_update(UpdateResult({0: verdict}, math.nan), is_overflow=is_overflow)
     assert (recorder.totals.num_bad_batches, recorder.totals.num_overflows) == (1, 2)
+
+
+def test_tokens_per_second_and_mfu_reach_status_run_log_and_sinks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(0.0, 0.5)  # an update takes half a second
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    config = AmpConfig(precision="fp32", batch_size=4, accumulation_steps=2)
+    flops = MeasuredFlops(flops_per_sample=30.0, machine_flops_per_second={"fp32": 960.0})
+    told: list[Mapping[str, Any]] = []
+    log = tmp_path / "run.jsonl"
+    controller = PrecisionController(config, "cpu", run_log=log, sinks=[told.append], measured_flops=flops)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batch = torch.ones(4, 2)
+    for number, _ in enumerate(controller.windows([batch] * 2 * 64)):
+        num_tokens = torch.tensor(7) if number % 2 else 3  # ten in an update
+        controller.train_step(lambda: model(batch).mean(), optimizer, num_tokens=num_tokens)
+    status = controller.status()
+    assert status.tokens_per_second == pytest.approx(20)
+    assert status.mfu == pytest.approx(8 * 30 / 0.5 / 960)
+    controller.detach()
+    *_, last = map(json.loads, log.read_text().splitlines())
+    assert (last["tokens_per_second"], last["mfu"]) == (status.tokens_per_second, status.mfu)
+    assert told[-1]["autotune_amp/tokens_per_second"] == status.tokens_per_second
+    assert told[-1]["autotune_amp/mfu"] == status.mfu
+
+
+def test_tokens_of_a_discarded_window_do_not_count_and_a_batch_without_ids_has_none() -> None:
+    controller = PrecisionController(AmpConfig(precision="fp32", batch_size=4), "cpu")
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    controller.count_tokens({"input_ids": torch.ones(1000, dtype=torch.long)})
+    controller.discard_window()
+    for _ in range(3):
+        controller.count_tokens((torch.ones(1000, dtype=torch.long),))
+        controller.train_step(lambda: model(torch.ones(4, 2)).mean(), optimizer)
+    assert controller.status().tokens_per_second is None

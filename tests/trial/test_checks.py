@@ -14,7 +14,7 @@ from torch import nn
 
 from autotune_amp import Workload
 from autotune_amp.core.job import JobEvent, PartialResult
-from autotune_amp.core.outcome import Calibration, CheckOutcome, Failure, Fidelity, Measurement
+from autotune_amp.core.outcome import Calibration, CheckOutcome, CountedFlops, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.processes.local import Isolation, LocalBackend, Payload
@@ -117,6 +117,8 @@ def test_a_healthy_model_is_faithful_also_where_its_loss_takes_its_batch_apart(f
     assert (found.verdict, found.precision, found.batch_size) == ("faithful", "bf16", 8)
     assert found.pinned_modules == ("0", "4")
     assert found.num_passes > 0
+    # 8 samples through the first layer twice and back to its weights, and through the last one and back to both.
+    assert found.counted_flops == CountedFlops(flops=2 * 8 * (3 * 8 * 16 + 3 * 16), num_samples=8)
 
 
 def test_weights_are_trained_before_they_are_looked_at(folder: Folder) -> None:
@@ -129,6 +131,7 @@ def test_weights_are_trained_before_they_are_looked_at(folder: Folder) -> None:
     healthy = folder.check(num_steps_before=50)
     assert isinstance(healthy, Fidelity)
     assert (healthy.verdict, healthy.num_steps_before) == ("faithful", 50)
+    assert healthy.counted_flops is None, "those of the first weights were counted"
 
 
 def test_what_raises_on_trained_weights_alone_is_unfaithful(folder: Folder) -> None:
@@ -228,6 +231,8 @@ def test_a_bad_verdict_is_told_before_culprits_are_looked_for() -> None:
     asked = spec(torch_state.capture(), precision="fp16")
     found = checks.check(Context(workload, is_kept=False), asked, events.append)
     assert isinstance(found, Fidelity)
-    assert [event.value.verdict for event in events if isinstance(event, PartialResult)] == ["unfaithful"]
+    told = [event.value for event in events if isinstance(event, PartialResult)]
+    assert [each.verdict for each in told] == ["unfaithful"] * 2, "before the culprits, and before the count"
+    assert told[0].culprits == ()
     assert found.verdict == "unfaithful"
     assert asked.after(Failure(kind="timeout", message="it took too long"), found) is found

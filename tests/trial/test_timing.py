@@ -98,6 +98,29 @@ def run(clock: SimpleNamespace, training: Scripted) -> timing.Timing:
 UNEVEN = [0.1, 0.9, 0.5]
 
 
+class OfTokens(Scripted):
+    """A training on 3 and 7 tokens by turns, padded to 8."""
+
+    def next_batch(self) -> Any:
+        super().next_batch()
+        num = 7 if self.num_batches % 2 else 3
+        return {"input_ids": torch.ones(8, dtype=torch.long), "attention_mask": (torch.arange(8) < num).long()}
+
+    def forward_backward(self, batch: Any, *, is_last: bool = True) -> torch.Tensor:
+        batch.clear()  # the user's code may take it apart
+        return super().forward_backward("typical", is_last=is_last)
+
+
+@pytest.mark.parametrize(("accumulation_steps", "per_step"), [(1, 5.0), (2, 10.0), (64, 320.0)])
+def test_tokens_are_those_of_the_measured_steps_scaled_to_whole_windows(
+    clock: SimpleNamespace, accumulation_steps: int, per_step: float
+) -> None:
+    found = run(clock, OfTokens(constant(0.5), accumulation_steps=accumulation_steps))
+    assert found.tokens_per_step == pytest.approx(per_step)
+    assert found.padded_share == pytest.approx(3 / 8)
+    assert run(clock, Scripted(constant(0.5))).tokens_per_step is None
+
+
 @pytest.mark.parametrize(
     ("steps", "fields", "num_measured", "was_cut"),
     [

@@ -1,4 +1,6 @@
-"""Observer of DataLoaders: counts the samples and batches that they yield, and the seconds spent waiting for them."""
+"""Observer of DataLoaders: counts the samples, tokens and batches that they yield, and the seconds spent waiting for
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from torch.utils.data import dataloader
 
 from . import where
 from .channel import Channel
+from .tokens import TokenCount, count_tokens
 
 MAX_DEPTH = 4  # nested containers in a batch that are searched for a tensor; deeper ones are rare
 _ACCELERATE_LOADERS = "accelerate.data_loader"  # module whose loaders yield a batch only after fetching the next one
@@ -18,12 +21,13 @@ _ACCELERATE_LOADERS = "accelerate.data_loader"  # module whose loaders yield a b
 
 class LoaderObserver:
     """Observer of the DataLoaders of this process. `num_samples` is the number of samples yielded by each loader, by
-    the loader's index in the order of creation.
+    the loader's index in the order of creation, and `tokens` that of tokens, for loaders of token ids.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.num_samples: dict[str, int] = {}
+        self.tokens: dict[str, TokenCount] = {}
         self.num_batches = 0
         self.wait_seconds = 0.0
         self.overhead_seconds = 0.0
@@ -31,8 +35,8 @@ class LoaderObserver:
         self.keeps_latest = False
         self._num_loaders = 0
         self._calls_by_dataset: dict[int, tuple[str, str]] = {}  # (maker, line) by id of the dataset
-        # Samples of the batch that an Accelerate loader has fetched but not yet yielded, by loader index.
-        self._num_not_yet_used: dict[str, int] = {}
+        # Samples and tokens of the batch that an Accelerate loader has fetched but not yet yielded, by loader index.
+        self._not_yet_used: dict[str, tuple[int, TokenCount | None]] = {}
 
     def watch(self) -> None:
         """Patch DataLoader and its iterators to report each new loader and count the batches that it yields."""
@@ -44,7 +48,7 @@ class LoaderObserver:
             return
         object.__setattr__(loader, "_autotune_amp_index", str(self._num_loaders))
         if where.maker_module() == _ACCELERATE_LOADERS:
-            self._num_not_yet_used[str(self._num_loaders)] = 0
+            self._not_yet_used[str(self._num_loaders)] = 0, None
         self._num_loaders += 1
         dataset = id(loader.dataset)
         if dataset not in self._calls_by_dataset or where.is_called_by_user():
@@ -104,7 +108,7 @@ class LoaderObserver:
         drawn = iterator._autotune_amp_drawn
         num = drawn.popleft() if drawn else None
         num = size_of(batch) if num is None else num
-        self._count_samples(iterator._autotune_amp_index, num or 0)
+        self._count(iterator._autotune_amp_index, num or 0, count_tokens(batch))
         self.num_batches += 1
         if self.keeps_latest:
             self.latest = batch
@@ -112,13 +116,15 @@ class LoaderObserver:
         self.overhead_seconds += time.perf_counter() - fetched
 
     def _record_end(self, iterator: Any) -> None:
-        self._count_samples(iterator._autotune_amp_index, 0)
+        self._count(iterator._autotune_amp_index, 0, None)
 
-    def _count_samples(self, index: str, num: int) -> None:
-        """Add `num` samples to a loader's count. An Accelerate loader is one batch ahead: count its previous batch."""
-        if index in self._num_not_yet_used:
-            num, self._num_not_yet_used[index] = self._num_not_yet_used[index], num
-        self.num_samples[index] = self.num_samples.get(index, 0) + num
+    def _count(self, index: str, num_samples: int, tokens: TokenCount | None) -> None:
+        """Add a batch to a loader's counts. An Accelerate loader is one batch ahead: count its previous batch."""
+        if index in self._not_yet_used:
+            (num_samples, tokens), self._not_yet_used[index] = self._not_yet_used[index], (num_samples, tokens)
+        self.num_samples[index] = self.num_samples.get(index, 0) + num_samples
+        if tokens is not None:
+            self.tokens[index] = tokens.plus(self.tokens[index]) if index in self.tokens else tokens
 
 
 def size_of(batch: Any, dim: int = 0) -> int | None:

@@ -34,8 +34,9 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
 
     ``seed``: of the random number generators. ``sample_dim``: dimension of a module's inputs along which samples are
     counted. ``frozen``: settings of a `GradientRecorder`, which writes the gradients to ``folder`` in place of taking
-    optimizer steps. ``observes``: false to report no steps. ``sites``: whether to report the calls in the user's code
-    that created the training's objects. ``outside``: batch size, precision and accumulation to set by hooks.
+    optimizer steps. ``observes``: false to report no steps. ``counts_flops``: whether to count the floating-point
+    operations of a step. ``sites``: whether to report the calls in the user's code that created the training's objects.
+    ``outside``: batch size, precision and accumulation to set by hooks.
     """
     _report_process(channel)
     if settings.get("seed") is not None:  # compared runs must draw the same numbers, even in an unseeded script
@@ -45,6 +46,7 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
         torch.manual_seed(settings["seed"])
     observer = Observer(channel)
     observer.passes.sample_dim = settings.get("sample_dim", 0)
+    observer.counts_flops = settings.get("counts_flops", False)
     if settings.get("frozen"):
         from .frozen import GradientRecorder
 
@@ -72,6 +74,9 @@ class Observer:
         self.loaders = batches.LoaderObserver(channel)
         self.passes = passes.PassRecorder(channel)
         self.gradient_recorder: Any = None  # if set, it records the gradients in place of each step
+        self.counts_flops = False
+        self._flop_counter: Any = None  # while it counts the second step of the first optimizer
+        self._counted_before: tuple[int, int] = 0, 0  # samples and positions that loaders had yielded then
         self.num_steps = 0
         self._optimizers: list[Any] = []  # weak references, in the order of their first steps
         self._num_steps_of: list[int] = []  # by index of the optimizer
@@ -94,6 +99,9 @@ class Observer:
         self._num_steps_of = []
         self._running_step_frame = None
         self._pending = []
+        if self._flop_counter is not None:
+            self._flop_counter.__exit__(None, None, None)
+            self._flop_counter = None
 
     def watch(self) -> None:
         """Install the hooks of DataLoaders, forward and backward passes, optimizers, torch.compile and GradScaler."""
@@ -193,6 +201,7 @@ class Observer:
             "is_skipped": is_skipped if found_inf is None else found_inf,
             **self.passes.pop_record(),
             "num_samples": dict(self.loaders.num_samples),
+            "tokens_by_loader": dict(self.loaders.tokens),
             "num_batches": self.loaders.num_batches,
             "wait_seconds": self.loaders.wait_seconds,
             "num_compilations": self._num_compilations,
@@ -208,7 +217,40 @@ class Observer:
             or self._num_steps_of[index] % NUM_STEPS_PER_SYNC == 0
         ):
             self._report_steps()
+        if self.counts_flops and index == 0:
+            self._count_flops(self._num_steps_of[0])
         self.passes.overhead_seconds += time.perf_counter() - began
+
+    def _count_flops(self, num_steps: int) -> None:
+        """Count the floating-point operations of the first optimizer's second step, which is part of the warm-up and
+        never timed. Compiled code is not counted, and left alone.
+        """
+        loaders = self.loaders
+        yielded = sum(loaders.num_samples.values()), sum(each.num_positions for each in loaders.tokens.values())
+        flops, problem = 0, None
+        if num_steps == 1 and not self._num_compilations:
+            try:
+                from .flops import FlopCounter
+
+                self._counted_before, self._flop_counter = yielded, FlopCounter()
+                self._flop_counter.__enter__()
+                return
+            except Exception as error:  # an older torch, whose counter differs
+                self._flop_counter, problem = None, str(error)
+        self.counts_flops = False
+        counter, self._flop_counter = self._flop_counter, None
+        if counter is not None:
+            counter.__exit__(None, None, None)
+            flops, problem = counter.flops, counter.problem
+        if self._num_compilations:
+            problem = "torch.compile compiles its code"
+        self.channel.add(
+            "flops",
+            flops=flops,
+            problem=problem,
+            num_samples=yielded[0] - self._counted_before[0],
+            num_positions=yielded[1] - self._counted_before[1],
+        )
 
     def _report_steps(self) -> None:
         """Synchronize the device, read losses and memory, and report the pending steps."""
@@ -222,6 +264,8 @@ class Observer:
         for step in self._pending:
             step["losses"] = [passes.read(loss) for loss in step["losses"]]
             step["is_skipped"] = bool(step["is_skipped"])
+            step["tokens"] = None if step["tokens"] is None else step["tokens"].read()
+            step["tokens_by_loader"] = {name: tokens.read() for name, tokens in step["tokens_by_loader"].items()}
             self.channel.add("step", **step)
         self._pending = []
         if self.num_steps <= NUM_STEPS_SENT_AT_ONCE:

@@ -17,6 +17,7 @@ from torch.utils.data import get_worker_info
 from . import where
 from .batches import first_tensor, size_of
 from .channel import Channel
+from .tokens import TokenCount, count_tokens
 
 NUM_FULLY_WATCHED = (
     3  # first steps, in which module calls are recorded; then the patch is removed, as it slows training
@@ -45,6 +46,7 @@ class PassRecorder:
             Any
         ] = []  # (weak reference to the module, keys of its input tensors) of each forward
         self._regions: dict[str, None] = {}
+        self._tokens: TokenCount | None = None  # in the inputs of the forwards
         self._watches_modules = False
 
     def pop_record(self) -> dict[str, Any]:
@@ -52,17 +54,20 @@ class PassRecorder:
 
         `losses` of the backward passes, to be read by `read`. `forwards`: for each outermost module that ran in
         training, its class, the size of its input along `sample_dim`, and the dtype that its weights were used in; once
-        if the same tensors are passed again (in the closure of LBFGS or SAM). `regions`: ``device:dtype`` of the
-        autocast regions that were entered, ``device:off`` for one that is disabled. Regions in a compiled function are
+        if the same tensors are passed again (in the closure of LBFGS or SAM). `tokens`: those in the inputs of the
+        forwards, to be read by `TokenCount.read`, None without token ids. `regions`: ``device:dtype`` of the autocast
+        regions that were entered, ``device:off`` for one that is disabled. Regions in a compiled function are
         seen when it is traced, which happens even if its code is cached.
         """
         record = {
             "losses": self._losses[-MAX_LOSSES:],
             "num_backward": self.num_backward,
             "forwards": self._forwards[:MAX_FORWARDS],
+            "tokens": self._tokens,
             "regions": list(self._regions),
         }
         self._losses, self._forwards, self._inputs_of_forwards, self._regions = [], [], [], {}
+        self._tokens = None
         return record
 
     def watch(self) -> None:
@@ -178,6 +183,9 @@ class PassRecorder:
             if self._is_new(module, inputs):
                 size = size_of(inputs, self.sample_dim)
                 self._forwards.append((type(module).__name__, size, _used_dtype(module)))
+                tokens = count_tokens([*args, kwargs])
+                if tokens is not None:
+                    self._tokens = tokens if self._tokens is None else tokens.plus(self._tokens)
         self.overhead_seconds += time.perf_counter() - began
 
     def _is_new(self, module: Any, inputs: list[Any]) -> bool:

@@ -7,10 +7,10 @@ medians over processes, with intervals. A finished outcomes.jsonl can be ranked 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,18 +27,22 @@ from autotune_amp.core.evidence import (
     ProcessPeak,
     RanksEvidence,
     TrainingCost,
+    UnitPrice,
+    Utilization,
     WorkersTrial,
     is_wide,
 )
+from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import prediction_interval
-from autotune_amp.core.outcome import Description, Measurement, Record
+from autotune_amp.core.outcome import CountedFlops, Description, Fidelity, Measurement, Profiled, Record
 from autotune_amp.core.recommendation import MAX_WARNINGS, Decision, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import machine_load
+from autotune_amp.hardware.data_sheets import data_sheet_flops_per_second
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.answer import explain
-from autotune_amp.search.gains import gain_interval, other_process_speeds, speedup
+from autotune_amp.search.gains import gain_interval, ledger_speedup, other_process_speeds
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
 from autotune_amp.search.options import RANKING, SearchOptions
 from autotune_amp.search.ranking import MIN_GAIN, SettingRuns, best_runs, confirm_runs, data_share
@@ -70,7 +74,7 @@ def decide(
     contenders were confirmed in the recommended `environment`, the baseline in the user's own, recorded as an empty
     one. `search` holds how the search ended. If the confirmation was for another objective, the search's own trials
     decide and the recommendation is unconfirmed. Raises `ValueError` if no setting may be recommended,
-    `InvalidRequestError` if the energy that the objective needs was not measured.
+    `InvalidRequestError` if what the objective compares, such as energy or tokens, was not measured.
     """
     records, space, objective = ledger.records, ledger.space, ledger.objective
     contenders = ranking.contenders(ledger.merits, ledger.tiers, space.baseline)
@@ -91,11 +95,7 @@ def decide(
         baseline_merit = ledger.measured_merits.get(space.baseline, baseline_merit)
         searched = best_runs(_before_confirmation(records), space.baseline, {})
         compared_baseline = searched if searched.measurements else baseline
-    if objective == "energy" and all(m.joules_per_sample is None for m in ledger.merits.values()):
-        raise InvalidRequestError(
-            "--objective is 'energy', but no trial of this search measured the device's energy.",
-            "Search with --objective energy --fresh, which measures it or says why it cannot.",
-        )
+    ranking.raise_if_unmeasured(objective, ledger.merits.values())
     least_speed = ranking.least_speed(objective, baseline_merit)
     ranked = ranking.rank_for(objective, contenders, least_speed=least_speed, tiers=ledger.tiers)
     improvements = [
@@ -105,7 +105,7 @@ def decide(
     ]
     gains = {c: gain_interval(ledger, best_runs(records, c, environment), compared_baseline) for c in improvements}
     candidate = next(
-        (c for c in improvements if baseline_merit is None or objective != "speed" or gains[c][0] > 1), None
+        (c for c in improvements if baseline_merit is None or not ledger.is_by_throughput or gains[c][0] > 1), None
     )
     is_kept = candidate is None
     chosen_environment = {} if is_kept else dict(environment)
@@ -195,7 +195,7 @@ def gather_evidence(
         and (r.purpose, r.candidate, r.environment) == ("confirm", candidate, environment)
         and r.loss_scale in (None, ledger.loss_scale(candidate))
     ]
-    speedup_ratio, ratio_interval = speedup(chosen_runs, baseline, records)
+    speedup_ratio, ratio_interval = ledger_speedup(ledger, chosen_runs, baseline)
     processes = [runs.num_confirming for runs in (chosen_runs, baseline) if runs.measurements]
     low, high = _prediction_interval(chosen_runs, records)
     search_speed = _drifted_search_speed(chosen_runs, records)
@@ -229,7 +229,20 @@ def gather_evidence(
         load=machine_load.evidence(chosen_runs.loads),
         devices=_devices(ledger.records),
         ranks=_ranks_evidence(records, description),
+        **_token_evidence(chosen_runs, records),
     )
+
+
+def _token_evidence(runs: SettingRuns, records: Sequence[Record]) -> dict[str, Any]:
+    """Return the fields of an `Evidence` for the tokens that the runs trained on; none if they counted no tokens."""
+    tokens = [m.tokens_per_second for m in runs.measurements if m.tokens_per_second is not None]
+    if not tokens:
+        return {}
+    return {
+        "tokens_per_second": median(tokens),
+        "tokens_per_second_interval": _prediction_interval(runs.in_tokens(), ranking.records_for("tokens", records)),
+        "padded_share": _median(m.padded_share for m in runs.measurements),
+    }
 
 
 def _devices(records: Sequence[Record]) -> tuple[str, ...]:
@@ -295,6 +308,7 @@ def _baseline_evidence(runs: SettingRuns, records: Sequence[Record]) -> Baseline
         step_seconds=_median(m.step_seconds for m in measured),
         peak_memory_bytes=max((m.peak_memory_bytes for m in measured), default=None),
         reason=None if measured else reason,
+        tokens_per_second=_median(m.tokens_per_second for m in measured),
     )
 
 
@@ -380,7 +394,7 @@ def recommend(
     search: SearchSummary,
     **circumstances: Any,
 ) -> Recommendation:
-    """Return the recommendation, with the cost of a training run of the length in `options`.
+    """Return the recommendation, with the cost of a training run of the length and price in `options`.
 
     The contenders were confirmed in `environment`. `circumstances` are further fields of the `Recommendation`. Raises
     the errors of `decide`.
@@ -394,14 +408,16 @@ def recommend(
         options={name: fields[name] for name in fields if name not in _OPTIONS_NOT_KEPT},
         objective=options.objective,
         job=cost_of_training(decision.config, decision.evidence, options, workload.num_ranks),
+        unit_price=unit_price(decision.evidence, options),
+        utilization=utilization(decision, ledger.records, circumstances["hardware"], workload),
     )
 
 
 def rerank(saved: Recommendation, options: SearchOptions, folder: StudyFolder) -> Recommendation:
     """Return a saved recommendation, ranked again for the objective, length of the training run and price in `options`.
 
-    The study's folder is only read. Raises `StudyError` if it lacks the records, and `InvalidRequestError` if the
-    energy that the objective needs was not measured.
+    The study's folder is only read. Raises `StudyError` if it lacks the records, and `InvalidRequestError` if what
+    the objective compares was not measured.
     """
     records = folder.records(saved.search.search_id) if saved.search.search_id else []
     if not records or saved.workload is None:
@@ -502,3 +518,73 @@ def cost_of_training(
         price=None if price is None else price * hours(evidence.samples_per_second),
         price_interval=None if price is None else (price * interval[0], price * interval[1]),
     )
+
+
+def unit_price(evidence: Evidence, options: SearchOptions) -> UnitPrice | None:
+    """Return the price of a million tokens, or samples without token ids, by the price per hour in `options`.
+
+    `options.num_ranks` groups of ranks train at the evidence's throughput each, and the price is that of all of them.
+    """
+    if options.price_per_hour is None:
+        return None
+    throughput, interval = evidence.tokens_per_second, evidence.tokens_per_second_interval
+    baseline = evidence.baseline.tokens_per_second
+    unit: Literal["tokens", "samples"] = "tokens"
+    if throughput is None or interval is None:
+        unit, throughput, interval = "samples", evidence.samples_per_second, evidence.samples_per_second_interval
+        baseline = evidence.baseline.samples_per_second
+    price_of_rate = options.price_per_hour * 1e6 / _SECONDS_PER_HOUR / options.num_ranks
+    return UnitPrice(
+        unit=unit,
+        price=price_of_rate / throughput,
+        price_interval=(price_of_rate / interval[1], price_of_rate / interval[0]),
+        baseline_price=None if baseline is None else price_of_rate / baseline,
+        price_per_hour=options.price_per_hour,
+    )
+
+
+def utilization(
+    decision: Decision, records: Sequence[Record], hardware: Hardware, workload: Description
+) -> Utilization:
+    """Return the utilization of the device's arithmetic by the recommended config.
+
+    The operations of one batch, counted in a check or a profile, are scaled by positions of tokens if both sides know
+    these, else by samples.
+    """
+    counts = [*([] if workload.counted_flops is None else [workload.counted_flops]), *_counts(records)]
+    counted = next((each for each in counts if each.flops), counts[0] if counts else None)
+    if counted is None:
+        return Utilization(problem="no check or profile of this search counted its operations")
+    if not counted.flops:
+        return Utilization(problem=counted.problem)
+    evidence, precision = decision.evidence, decision.config.precision
+    attained = counted.flops / counted.num_samples * evidence.samples_per_second
+    tokens_per_second, padded_share = evidence.tokens_per_second, evidence.padded_share
+    if counted.num_positions and tokens_per_second is not None and padded_share is not None:
+        attained = counted.flops / counted.num_positions * tokens_per_second / (1 - padded_share)
+    # The ranks of a CPU share the rate that was measured on all of it.
+    num_devices = 1 if hardware.identity.type == "cpu" else workload.num_ranks
+    capability = hardware.precisions.get(precision)
+    machine = None if capability is None else capability.matmul_flops_per_second
+    data_sheet = data_sheet_flops_per_second(hardware.identity.name, precision)
+    return Utilization(
+        flops_per_second=attained,
+        machine_flops_per_second=num_devices * machine if machine else None,
+        data_sheet_flops_per_second=num_devices * data_sheet if data_sheet else None,
+        mfu=attained / (num_devices * machine) if machine else None,
+        data_sheet_mfu=attained / (num_devices * data_sheet) if data_sheet else None,
+    )
+
+
+def _counts(records: Iterable[Record]) -> Iterator[CountedFlops]:
+    """Yield the counts of floating-point operations in the records of checks and profiles."""
+    for record in records:
+        outcome = record.outcome
+        if isinstance(outcome, Fidelity) and outcome.counted_flops is not None:
+            yield outcome.counted_flops
+        if isinstance(outcome, Profiled):
+            yield CountedFlops(
+                flops=outcome.flops_per_step,
+                num_samples=record.candidate.effective_batch_size,
+                problem=outcome.flops_problem,
+            )

@@ -9,11 +9,11 @@ from statistics import median
 from msgspec.structs import replace
 
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.evidence import MIN_PROCESSES, Evidence, Objective
+from autotune_amp.core.evidence import MIN_PROCESSES, THROUGHPUT_OBJECTIVES, Evidence, Objective
 from autotune_amp.core.outcome import Accumulation, Description, Failure
 from autotune_amp.core.recommendation import CandidateRow, Exclusion, NothingWorksError, SearchSummary
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.text import count, number, rate, sentence, size
+from autotune_amp.core.text import count, number, rate, sentence, size, token_rate
 from autotune_amp.dimensions import risks
 from autotune_amp.hardware import machine_load
 from autotune_amp.precision.modes import MODES
@@ -60,7 +60,7 @@ def reason(
         ledger, compared_setting, chosen_merit, baseline_merit, contenders, {chosen, baseline, *(unsure or ())[:1]}
     )
     if is_kept:
-        amount = "" if objective == "speed" else f", {_amount(objective, chosen_merit)}"
+        amount = "" if ledger.is_by_throughput else f", {_amount(objective, chosen_merit)}"
         gain = f"Keep what you have: {baseline}{amount}; "
         if unsure is None:
             num_others = len(ledger.measured_merits.keys() - {baseline})
@@ -77,13 +77,16 @@ def reason(
                 "A larger --budget may decide it."
             )
     else:
-        amount = "" if objective == "speed" else f"takes {_amount(objective, chosen_merit)} and "
+        amount = "" if ledger.is_by_throughput else f"takes {_amount(objective, chosen_merit)} and "
+        reached = rate(evidence.samples_per_second)
+        if objective == "tokens" and evidence.tokens_per_second is not None:
+            reached = token_rate(evidence.tokens_per_second)
         where = "in the recommended environment " if chosen == baseline else ""
-        gain = f"{chosen} {where}{amount}reaches {rate(evidence.samples_per_second)}"
+        gain = f"{chosen} {where}{amount}reaches {reached}"
         if baseline_merit is None or evidence.speedup is None:
             gain += f"; the baseline, {baseline}, has no measurement ({evidence.baseline.reason})."
         else:
-            beside = "" if objective == "speed" else f", {_amount(objective, baseline_merit)}"
+            beside = "" if ledger.is_by_throughput else f", {_amount(objective, baseline_merit)}"
             gain += f", {evidence.speedup:.2f} times the baseline, {baseline}{beside}."
     return " ".join([gain, *why_not_better, *_loader_reason(chosen, evidence)])
 
@@ -119,8 +122,8 @@ def _amount(objective: Objective, merit: Merit) -> str:
 
 def _relative_cost(objective: Objective, other: Merit, reference: Merit) -> float:
     """Return the ratio of the costs (time, memory or joules per sample) of `other` and `reference`; 1 if unknown."""
-    if objective == "speed":
-        return reference.samples_per_second / other.samples_per_second
+    if objective in THROUGHPUT_OBJECTIVES:
+        return reference.speed(objective) / other.speed(objective)
     if objective == "memory":
         ratio = other.peak_memory_bytes / reference.peak_memory_bytes
         return ratio if ratio < SAME_MEMORY_SHARE else max(ratio, 1.0)
@@ -175,7 +178,7 @@ def _why_not_better(
         return []
     other = min(better, key=lambda c: better[c])
     ratio, why = better[other]
-    compared = f"is {1 / ratio:.2f} times as fast" if objective == "speed" else f"takes {ratio:.2f} times as much"
+    compared = f"is {1 / ratio:.2f} times as fast" if ledger.is_by_throughput else f"takes {ratio:.2f} times as much"
     return [f"{other} {compared} and {sentence(why)}"]
 
 
@@ -473,6 +476,7 @@ def _row(runs: SettingRuns, failure: Failure | None, exclusions: Sequence[Exclus
         peak_memory_bytes=max((m.peak_memory_bytes for m in measured), default=None),
         reason=reason,
         joules_per_sample=ranking.joules_per_sample(measured),
+        tokens_per_second=ranking.merit(measured).tokens_per_second if measured else None,
     )
 
 

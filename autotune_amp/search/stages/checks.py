@@ -137,7 +137,8 @@ def next_action(
     pinning_action = _next_pinning_action(ledger)
     if pinning_action is not None:
         return pinning_action
-    shortlist, speeds = ledger.shortlist, {c: merit.samples_per_second for c, merit in ledger.measured_merits.items()}
+    shortlist = ledger.shortlist
+    speeds = {c: merit.speed(ledger.objective) for c, merit in ledger.measured_merits.items()}
     if shortlist is None:
         return None
     fastest = max(speeds[c] for c in shortlist[:2] if c is not None)
@@ -146,7 +147,7 @@ def next_action(
         if HOPELESS_SLOWDOWN * speeds[setting] < speeds[shortlist.winner]:
             continue
         is_rival = setting == shortlist.winner or speeds[setting] >= (1 - RIVAL_MARGIN) * fastest
-        is_possible_winner = is_rival or ledger.objective != "speed"  # for other objectives a slower setting may win
+        is_possible_winner = is_rival or not ledger.is_by_throughput  # for other objectives a slower setting may win
         is_uncalibrated = (
             "calibration" in ledger.space.checks
             and MODES[setting.precision].takes_scaler
@@ -154,7 +155,7 @@ def next_action(
             and setting.scaling not in ledger.scales
         )
         is_unchecked = _is_unchecked(ledger, setting)
-        if setting != shortlist.winner and ledger.objective == "speed":
+        if setting != shortlist.winner and ledger.is_by_throughput:
             lead = speeds[setting] / speeds[shortlist.winner] - 1 + SPEED_ERROR
             if not is_worth(lead, is_uncalibrated + is_unchecked):
                 continue
@@ -230,7 +231,7 @@ def _setting_to_pin(ledger: Ledger, fastest: float) -> Setting | None:
     settings = [
         setting
         for setting, merit in ledger.measured_merits.items()
-        if merit.samples_per_second >= (1 - RIVAL_MARGIN) * fastest
+        if merit.speed(ledger.objective) >= (1 - RIVAL_MARGIN) * fastest
         and loss_scales.refusal(ledger.scales, setting) is not None
     ]
     tried = [r for r in ledger.records if r.purpose == "search" and not r.candidate.pinned_modules]

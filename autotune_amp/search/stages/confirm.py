@@ -120,7 +120,7 @@ class ConfirmationRounds:
         Always true for another winner than the baseline and for other objectives than speed.
         """
         winner, _, baseline = self._contenders
-        if winner != baseline or ledger.objective != "speed":
+        if winner != baseline or not ledger.is_by_throughput:
             return True
         return planner.min_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [winner], 1)) < MIN_GAIN
 
@@ -172,9 +172,9 @@ def is_runner_up_worth(ledger: Ledger, planner: Planner, shortlist: Shortlist) -
     winner, runner_up, _ = shortlist
     if runner_up is None or runner_up not in ledger.possible_winners(shortlist):
         return False
-    if ledger.objective != "speed":
+    if not ledger.is_by_throughput:
         return True
-    speeds = {c: merit.samples_per_second for c, merit in ledger.measured_merits.items()}
+    speeds = {c: merit.speed(ledger.objective) for c, merit in ledger.measured_merits.items()}
     lead = speeds[runner_up] / speeds[winner] - 1 + SPEED_ERROR if winner in speeds else math.inf
     num_starts = 0 if planner.job_defaults.shares_processes else 1
     return lead > planner.min_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [runner_up], num_starts))

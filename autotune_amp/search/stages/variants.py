@@ -62,7 +62,7 @@ class Variants:
         if leader is not None and profile_seconds < PROFILE_SHARE * left_seconds:
             trial = planner.job_defaults.trial(ledger, leader)
             seconds = PROFILE_PATIENCE * profile_seconds
-            return ProfileJob(device=trial.device, trial=trial, deadline_seconds=seconds, counts_flops=False)
+            return ProfileJob(device=trial.device, trial=trial, deadline_seconds=seconds)
         setting = (
             self._next(ledger, planner, left_seconds) if planner.has_time_for_trial(ledger, left_seconds) else None
         )
@@ -161,7 +161,7 @@ def is_worth_trying(ledger: Ledger, planner: Planner, setting: Setting) -> bool:
     Always true if the user named the dimensions to try, as by a placeholder in a command.
     """
     leader = _leader(ledger)
-    if ledger.space.are_variants_named or leader is None or ledger.objective != "speed":
+    if ledger.space.are_variants_named or leader is None or not ledger.is_by_throughput:
         return True
     if setting.arguments != leader.arguments:
         return True
@@ -215,8 +215,8 @@ def _leader(ledger: Ledger) -> Setting | None:
     baseline_merit, leader_merit = (
         ledger.measured_merits.get(c) if c is not None else None for c in (shortlist.baseline, leader)
     )
-    if ledger.objective == "speed" and baseline_merit is not None and leader_merit is not None:
-        is_hopeless = MAX_SPEEDUP * leader_merit.samples_per_second < baseline_merit.samples_per_second
+    if ledger.is_by_throughput and baseline_merit is not None and leader_merit is not None:
+        is_hopeless = MAX_SPEEDUP * leader_merit.speed(ledger.objective) < baseline_merit.speed(ledger.objective)
         return None if is_hopeless else leader
     return leader
 
@@ -260,7 +260,7 @@ def _is_faster(ledger: Ledger, dimension: Dimension[Any], value: Any, other: Any
     merits = ledger.measured_merits
     pairs = [(r.candidate, dimension.write(r.candidate, other)) for r in ledger.trials]
     return any(
-        merits[c].samples_per_second > (1 + MIN_GAIN) * merits[rival].samples_per_second
+        merits[c].speed(ledger.objective) > (1 + MIN_GAIN) * merits[rival].speed(ledger.objective)
         for c, rival in pairs
         if dimension.read(c) == value and c in merits and rival in merits
     )

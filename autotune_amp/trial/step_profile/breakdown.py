@@ -39,8 +39,7 @@ PART_NAMES: dict[PartName, str] = {
 class ProfileJob(Job[Profiled], frozen=True, kw_only=True):
     """Job that runs a few steps of the training run described by `trial` under torch.profiler.
 
-    The Chrome trace is kept in `trace_file`, or discarded if that is None. With `counts_flops` the FLOPs of a step are
-    counted afterwards.
+    The Chrome trace is kept in `trace_file`, or discarded if that is None. The FLOPs of a step are counted afterwards.
     """
 
     answer: ClassVar[Any] = Profiled
@@ -49,7 +48,6 @@ class ProfileJob(Job[Profiled], frozen=True, kw_only=True):
 
     trial: Trial
     trace_file: str | None = None
-    counts_flops: bool = True
 
     @property
     def candidate(self) -> Setting:

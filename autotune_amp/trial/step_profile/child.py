@@ -11,8 +11,8 @@ import time
 import warnings
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -22,10 +22,9 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, record_function
-from torch.utils.flop_counter import FlopCounterMode
 
+from autotune_amp.command.agent.flops import count_flops
 from autotune_amp.core.job import Phase, Tell
 from autotune_amp.core.outcome import Failure, Profiled, ProfiledStep, StepSplit
 from autotune_amp.core.precisions import Precision
@@ -62,9 +61,7 @@ def _profile(context: Context, spec: ProfileJob, tell: Tell) -> Profiled:
         with TemporaryDirectory(prefix="autotune_amp-", ignore_cleanup_errors=True) as folder:
             tell(Phase("profiling"))
             profile_split, split_problem = _trace_steps(training, spec.trace_file or str(Path(folder, "trace.json")))
-        flops = flops_problem = None
-        if spec.counts_flops:
-            flops, flops_problem = count_flops(partial(_step, training, _next_window(training)), training.device.type)
+        flops, flops_problem = count_flops(partial(_step, training, _next_window(training)))
         return Profiled(
             device_type=training.device.type,
             split=profile_split,
@@ -148,25 +145,6 @@ def unfused_optimizer(training: BaseTraining) -> str | None:
         if accepts and not any(group.get("fused") for group in optimizer.param_groups):
             return type(optimizer).__name__
     return None
-
-
-def count_flops(step: Callable[[], object], device_type: str) -> tuple[int | None, str | None]:
-    """Run `step` without compiling and return its FLOPs; None with the reason if they cannot be counted.
-
-    A product of m x k by k x n counts 2mkn, in any format. torch's counter does not support the kernels of recurrent
-    layers, nor attention on a CPU, which is therefore run as separate products.
-    """
-    counter = FlopCounterMode(display=False)
-    attention = sdpa_kernel(SDPBackend.MATH) if device_type == "cpu" else nullcontext()
-    try:
-        with torch.compiler.set_stance("force_eager"), attention, counter, warnings.catch_warnings():
-            # A compiled module warns of the counter's own global hooks.
-            warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
-            step()
-    except Exception as error:  # the counter's dispatch mode does not support every model
-        return None, (str(error) or type(error).__name__).splitlines()[0]
-    flops = counter.get_total_flops()
-    return (flops, None) if flops else (None, "torch's FLOP counter supports none of its operations")
 
 
 # --- kinds of operations in the trace: pure ---------------------------------------------------------------------------
