@@ -183,7 +183,7 @@ def check_fidelity(
     """
     from autotune_amp.diagnostics.check_fidelity import run_fidelity_check
 
-    source = _workload_source(workload, "check_fidelity", "check")
+    source = _workload_source(workload, "check_fidelity", "fidelity")
     with _shown_progress(quiet) as progress:
         return run_fidelity_check(source, progress, precision, batch_size, device, pinned_modules, seed, budget)
 
@@ -274,32 +274,34 @@ def profile_memory(
     from autotune_amp.diagnostics.memory.profile_memory import run_memory_profile
 
     raise_if_exists("--snapshot", snapshot)
-    source = _workload_source(workload, "profile_memory", "memory profile")
+    source = _workload_source(workload, "profile_memory", "memory")
     with _shown_progress(quiet) as progress:
         return run_memory_profile(source, progress, precision, batch_size, device, fit, snapshot)
 
 
-def _workload_source(workload: WorkloadArgument, caller: str, action: str) -> Source:
+def _workload_source(workload: WorkloadArgument, caller: str, shell_command: str) -> Source:
+    """Return the source of a workload or command; `shell_command` is that of the command line for `caller`."""
     if "AUTOTUNE_AMP_TRIAL" in os.environ:
         raise InvalidRequestError(
-            f"{caller}() was called inside a trial: the workload's own file runs a {action} when it is imported.",
+            f"{caller}() was called inside a trial: the workload's own file calls it when it is imported.",
             'Put that call behind `if __name__ == "__main__":`.',
         )
     if isinstance(workload, CommandTemplate):
         require_startable(workload.arguments, os.environ.get("PATH"))
         return CommandSource(workload)
-    if isinstance(workload, str) and ":" not in workload and caller == "recommend_config":
+    if isinstance(workload, str) and ":" not in workload:
         command = likely_command([workload])
         if command is not None:
             line, is_script = shell_line(command), workload.endswith(".py")
             function = (
-                f"Name the function in it that returns a Workload: {workload}:FUNCTION. Or search"
+                f"Name the function in it that returns a Workload: {workload}:FUNCTION. Or give"
                 if is_script
-                else "Search"
+                else "Give"
             )
             raise WorkloadError(
                 f"{workload!r} names no workload.",
-                f"{function} the command: `autotune-amp search -- {line}`, in Python CommandTemplate.of({line!r}).",
+                f"{function} the command: `autotune-amp {shell_command} -- {line}`, in Python "
+                f"CommandTemplate.of({line!r}).",
             )
     return (
         target(workload or DEFAULT_TARGET) if workload is None or isinstance(workload, str) else live_source(workload)

@@ -143,6 +143,16 @@ class Gradient(_OfRank, frozen=True, kw_only=True, tag="gradient"):
     has_low_weights: bool = False
 
 
+class Diagnosed(_OfRank, frozen=True, kw_only=True, tag="diagnosed"):
+    """Message with the `result` of a diagnosis as a JSON document; None if `autotune_amp` cannot be imported by the
+    command's Python, the program `python`, with the `problem`.
+    """
+
+    result: str | None
+    problem: str
+    python: str
+
+
 class Set(AgentMessage, frozen=True, kw_only=True, tag="set"):
     """Message that the agent set the field `name` of a setting in the object `what` at `line`, from `was` to
     `value`.
@@ -225,6 +235,7 @@ Message: TypeAlias = (
     | Site
     | Step
     | Gradient
+    | Diagnosed
     | Set
     | Switch
     | Refused

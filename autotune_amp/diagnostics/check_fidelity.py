@@ -14,7 +14,7 @@ from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.planner import IN_TIME, Budget
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
-from autotune_amp.search.source import OpenedWorkload, Source, failure_message, open_workload
+from autotune_amp.search.source import OpenedWorkload, Source, failure_message, loaded_backend, open_workload
 from autotune_amp.search.space import build_space
 from autotune_amp.trial.jobs import Check
 
@@ -44,9 +44,7 @@ def run_fidelity_check(
     budget = Budget(options.budget_seconds)
     watcher = ProgressWatcher(progress, budget)
     progress.work_started(budget.seconds)
-    with source.backend(watcher) as backend:
-        watcher.phase("loading the workload")
-        backend.load(budget.left())
+    with loaded_backend(source, watcher, budget.left()) as backend:
         opened = open_workload(backend, source, options.device, watcher)
         check = check_job(opened, options, batch_size, tuple(pinned_modules), max(0.0, budget.left()))
         watcher.phase(f"checking {check.candidate.precision} against fp32")

@@ -288,9 +288,7 @@ def run_profile(
     meter = LoadMeter(identify(device).uuid)  # before this process has a context on the GPU
     watcher = ProgressWatcher(progress, clock, meter)
     progress.work_started(None)
-    hidden = "steps cannot be profiled"
-    advice = "Give a Workload, or search the command: it measures what mixed precision gains."
-    with loaded_backend(source, watcher, clock.left(), hidden=hidden, next_step=advice) as backend:
+    with loaded_backend(source, watcher, clock.left()) as backend:
         opened = open_workload(backend, source, device, watcher)
         progress.found_hardware(opened.hardware)
         requested = _precisions_to_profile(precisions, opened.hardware)
@@ -303,7 +301,7 @@ def run_profile(
         if load is not None:  # the rows' intervals come from the processes themselves
             load = msgspec.structs.replace(load, interval_factors=(1.0, 1.0))
         load_notes = machine_load.load_warnings(load, "profile again")
-        notes = [*_assumption_notes(batch_size, opened.description), *load_notes]
+        notes = [*_assumption_notes(batch_size, opened.description), *load_notes, *command_notes(source, opened)]
         if not any(isinstance(outcome, Measurement) for outcome in itertools.chain(*outcomes.values())):
             firsts = {p: rounds[0] for p, rounds in outcomes.items() if rounds}
             failures = {p: first for p, first in firsts.items() if isinstance(first, Failure)}
@@ -325,6 +323,7 @@ def run_profile(
                     notes.append(f"{precision} could not be profiled: {result.message}.")
             parts = [Path(folder, f"{p}.json") for p, result in profiled.items() if result.split is not None]
             problem = None if path is None else write_trace(parts, path)
+        notes += source.leftovers()
     results = ProfileResults(opened.hardware, reasons, outcomes, profiled)
     return make_profile(
         make_rows(requested, results),
@@ -427,10 +426,27 @@ def space_at_batch_size(size: int | None, opened: OpenedWorkload, precisions: tu
     """Return the search space at the given batch size, or at the user's own batch size and accumulation steps."""
     if size is None and opened.description.batch_size is None:
         size = ASSUMED_BATCH_SIZE
+    reason = opened.description.unsettable.get("batch_size")
+    if size is not None and size != opened.description.batch_size and reason is not None:
+        raise InvalidRequestError(
+            f"--batch-size is {size}, which cannot be set: {reason}.",
+            "Write {batch_size=N} where the command takes it, or leave --batch-size out.",
+        )
     overrides: dict[str, Any] = {} if size is None else {"baseline": ("fp32", size), "effective_batch_size": "free"}
     return build_space(
         opened.hardware, opened.description, SearchOptions.from_user(precision=precisions, try_="none", **overrides)
     )
+
+
+def command_notes(source: Source, opened: OpenedWorkload) -> list[str]:
+    """Return notes on what the steps of a command do not show; empty for a Workload."""
+    if source.command_template is None:
+        return []
+    num_ranks = opened.description.num_ranks
+    return [
+        "The command's first steps were observed: later steps, evaluations and checkpoints are not known.",
+        *([f"Of {num_ranks} ranks rank 0 was examined."] if num_ranks > 1 else []),
+    ]
 
 
 def excluded_reasons(space: Space) -> dict[Precision, str]:

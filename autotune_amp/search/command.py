@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -22,6 +23,7 @@ from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.recommendation import Fingerprint, write_atomically
 from autotune_amp.fingerprint import file_digest, imported_names, user_modules
+from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.source import Source, folder_name
 
 if TYPE_CHECKING:
@@ -199,6 +201,24 @@ class CommandSource(Source):
 
     def leftovers(self) -> tuple[str, ...]:  # noqa: D102 - see Source
         return self.command.leftovers()
+
+    @contextlib.contextmanager
+    def keeping_leftovers(self) -> Iterator[None]:
+        """Move the files that trials write in this context to a folder, as a search with default options does.
+
+        A new folder without such files is removed.
+        """
+        folder = Path(SearchOptions().out, self.name)
+        is_new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.command.keep_in(folder)
+        try:
+            yield
+        finally:
+            if is_new and not self.leftovers():
+                shutil.rmtree(folder)
+                with contextlib.suppress(OSError):  # it holds other studies
+                    folder.parent.rmdir()
 
     def fingerprint_by_child(
         self, options: dict[str, Any], identity: DeviceIdentity, backend: Backend, state: dict[str, Any]

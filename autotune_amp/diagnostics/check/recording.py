@@ -343,8 +343,7 @@ class StepRecorder(TorchFunctionMode):
         return init
 
     def _enter_autocast(self, context: Any) -> Any:
-        dtype_before_recording = context.fast_dtype if context._enabled else None
-        dtype = self._requested_dtypes.get(id(context), dtype_before_recording)
+        dtype = self._region_dtype(context)
         if dtype is not None and self._autocast_dtypes[-1] is not None and not _restores_autocast(sys._getframe(2)):
             location = self._user_location()
             self.findings.append(
@@ -353,6 +352,11 @@ class StepRecorder(TorchFunctionMode):
         self._autocast_dtypes.append(dtype)
         self._apply_innermost_autocast()
         return context
+
+    def _region_dtype(self, context: Any) -> torch.dtype | None:
+        """Return the dtype that an autocast asks for, None for a disabled one."""
+        dtype_before_recording = context.fast_dtype if context._enabled else None
+        return self._requested_dtypes.get(id(context), dtype_before_recording)
 
     def _leave_autocast(self) -> None:
         self._autocast_dtypes.pop()
