@@ -83,6 +83,7 @@ FIRST_STEP_RATIO = 3.0  # deadline of the first step, in first steps of fp32; th
 MIN_FIRST_STEP_DEADLINE_SECONDS = 30.0  # the first step may compile, unlike fp32's
 DEADLINE_SECONDS = 600.0  # of one process; far above the time that any takes
 NUM_ROUNDS = 3  # processes of each precision: fewer give no spread for the interval
+COMMAND_SECONDS = 300.0  # for all rounds of a command: beyond it fewer are run, and the interval is wider
 
 
 class PrecisionRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +121,8 @@ class AmpProfile(msgspec.Struct, frozen=True, kw_only=True):
     A step trains `accumulation_steps` batches of `batch_size` samples; `num_batches` steps of each precision were
     requested, and each row gives the number timed. `rows` begin with fp32. `best_precision` is the fastest of bf16 and
     fp16, with `speedup` and `verdict`; None if neither could be compared with fp32. `next_steps` are for
-    `gap_precision`, the largest gain first. `trace` is the file written for Perfetto, None without one.
+    `gap_precision`, the largest gain first. `trace` is the file written for Perfetto, None without one. `is_command`:
+    the steps are those of a training command.
     """
 
     format: int = 1
@@ -137,6 +139,7 @@ class AmpProfile(msgspec.Struct, frozen=True, kw_only=True):
     next_steps: tuple[NextStep, ...]
     notes: tuple[str, ...] = ()
     trace: str | None = None
+    is_command: bool = False
 
     def row(self, precision: str) -> PrecisionRow:
         """Return the row of a precision. Raises `KeyError` if there is none."""
@@ -188,7 +191,8 @@ def facts(profile: AmpProfile) -> list[tuple[str, str]]:
             lines.append(("gap", f"{row.precision}: {_parts_text(row.gap)}"))
     lines += [("next step", next_step_line(step)) for step in profile.next_steps[:NUM_NEXT_STEPS]]
     if profile.next_steps:
-        lines.append(("search", "autotune-amp search tries these and reports the gain of each"))
+        tried = "precision, batch size and what else the command takes" if profile.is_command else "these"
+        lines.append(("search", f"autotune-amp search tries {tried} and reports the gain of each"))
     if profile.trace is not None:
         lines.append(("trace", f"{profile.trace} opens at https://ui.perfetto.dev"))
     return [*lines, *(("note", one_line(note)) for note in profile.notes)]
@@ -296,7 +300,8 @@ def run_profile(
         reasons = excluded_reasons(space)
         trials = {p: _trial(p, space, opened) for p in requested if p not in reasons}
         meter.start()
-        outcomes = time_in_turns(backend, trials, num_batches, progress)
+        num_rounds = NUM_ROUNDS if source.command_template is None else _num_command_rounds(len(trials), opened)
+        outcomes = time_in_turns(backend, trials, num_batches, progress, num_rounds)
         load = machine_load.evidence([meter.stop()])
         if load is not None:  # the rows' intervals come from the processes themselves
             load = msgspec.structs.replace(load, interval_factors=(1.0, 1.0))
@@ -325,7 +330,7 @@ def run_profile(
             problem = None if path is None else write_trace(parts, path)
         notes += source.leftovers()
     results = ProfileResults(opened.hardware, reasons, outcomes, profiled)
-    return make_profile(
+    profile = make_profile(
         make_rows(requested, results),
         results,
         workload=source.name,
@@ -334,6 +339,7 @@ def run_profile(
         trace=None if path is None or problem is not None else str(path),
         notes=notes if problem is None else [*notes, problem],
     )
+    return msgspec.structs.replace(profile, is_command=source.command_template is not None)
 
 
 class TrialBackend(Protocol):
@@ -343,8 +349,18 @@ class TrialBackend(Protocol):
         """Start a trial and return its handle."""
 
 
+def _num_command_rounds(num_precisions: int, opened: OpenedWorkload) -> int:
+    """Return the number of rounds of a command, whose start may take minutes: one at least."""
+    num_in_time = COMMAND_SECONDS / max(1.0, num_precisions * opened.description.build_seconds)
+    return max(1, min(NUM_ROUNDS, int(num_in_time)))
+
+
 def time_in_turns(
-    backend: TrialBackend, trials: Mapping[Precision, Trial], num_batches: int, progress: Progress
+    backend: TrialBackend,
+    trials: Mapping[Precision, Trial],
+    num_batches: int,
+    progress: Progress,
+    num_rounds: int = NUM_ROUNDS,
 ) -> dict[Precision, list[Outcome]]:
     """Run every precision once per round, each in its own process on the same batches, and return the outcomes.
 
@@ -353,7 +369,7 @@ def time_in_turns(
     """
     progress.phase(f"timing {', '.join(trials)} in turns on the same batches")
     outcomes: dict[Precision, list[Outcome]] = {precision: [] for precision in trials}
-    num_rounds, numbers = min(NUM_ROUNDS, num_batches), itertools.count(1)
+    num_rounds, numbers = min(num_rounds, num_batches), itertools.count(1)
     for round_index in range(num_rounds):
         num_steps = num_batches // num_rounds + (round_index < num_batches % num_rounds)
         names = _remaining_precisions(outcomes)
@@ -451,7 +467,8 @@ def command_notes(source: Source, opened: OpenedWorkload) -> list[str]:
 
 def excluded_reasons(space: Space) -> dict[Precision, str]:
     """Return the precisions that cannot run at the space's batch size, with the reason."""
-    return {e.precision: e.reason for e in space.excluded if (e.batch_size or 0) <= space.baseline.batch_size}
+    runnable = {c.precision for c in space.candidates if c.batch_size == space.baseline.batch_size}
+    return {e.precision: e.reason for e in space.excluded if e.precision not in runnable}
 
 
 def _trial(precision: Precision, space: Space, opened: OpenedWorkload) -> Trial:

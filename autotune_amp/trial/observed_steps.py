@@ -78,14 +78,15 @@ class ObservedTraining:
         """Call these functions within the context: with the tensors of the batch before the forward pass of each
         outermost module, and with the unscaled loss before each backward pass.
 
-        The tensors are the module's inputs and, where the script trains on a CPU, all those of the latest batch of its
-        DataLoader.
+        The tensors are the module's inputs and, if one of them is of the latest batch of a DataLoader, the others of
+        that batch.
         """
 
         def call_before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            batch = self._loaders.latest if self.device.type == "cpu" else None
-            before_forward([*inputs, *(tensor for _, tensor in batch_tensors(batch))])
+            loaded = [tensor for _, tensor in batch_tensors(self._loaders.latest)]
+            is_used = any(tensor is other for tensor in inputs for other in loaded)
+            before_forward([*inputs, *loaded] if is_used else inputs)
 
         with ExitStack() as stack:
             for module in self.outermost_modules:

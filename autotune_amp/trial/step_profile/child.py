@@ -315,7 +315,11 @@ def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> StepSpl
     for step in marked:
         inside = spans[bisect_left(spans, step.ts, key=_start) : bisect_left(spans, step.end, key=_start)]
         waits = _spans_of(inside, _LOADER_ANNOTATION)
-        inside = [event for event in inside if event.cat != "cpu_op" or not _is_within(event.ts, waits)]
+        inside = [
+            msgspec.structs.replace(event, dur=min(event.dur, step.end - event.ts))  # a command's ends in its optimizer
+            for event in inside
+            if event.cat != "cpu_op" or not _is_within(event.ts, waits)
+        ]
         seconds: dict[str, float] = defaultdict(float)
         convolution_seconds = 0.0
         for kind, name, microseconds in (_on_device if has_kernels else _on_host)(inside, step, precision):
