@@ -49,8 +49,8 @@ def check(
 ) -> CommandOutput:
     """List the operations that autocast would break or degrade, each with its fix.
 
-    Runs one fp32 step on the CPU and reads your source; the device itself is not needed. The exit code is 4 if an
-    operation will break.
+    Checks a TARGET, or a training command: check -- python train.py. Runs one fp32 step on the CPU and reads your
+    source; the device itself is not needed. The exit code is 4 if an operation will break.
     """
     from autotune_amp.api import check_workload
 
@@ -101,7 +101,8 @@ def profile(
 ) -> bytes:
     """Measure whether mixed precision is faster here, and why.
 
-    Compares bf16 and fp16 with fp32 on the same batches: speed-up, memory, the parts of a step's time, and advice.
+    Profiles a TARGET, or a training command: profile -- python train.py --amp {precision=fp32}. Compares bf16 and fp16
+    with fp32 on the same batches: speed-up, memory, the parts of a step's time, and advice.
     """
     from autotune_amp.api import profile_amp
 
@@ -139,8 +140,10 @@ def fidelity(
 ) -> bytes:
     """Check whether training in a precision learns as well as in fp32.
 
-    Compares one step and a short training run in both, from the same weights and batches. Prints the verdict, its
-    numbers, the modules that cause the damage, and those to keep in fp32. The exit code is 0 for every verdict.
+    Checks a TARGET, or a training command: fidelity -- python train.py --amp {precision=fp32}. Compares one step and a
+    short training run in both, from the same weights and batches; of a command the gradients of six steps. Prints the
+    verdict, its numbers, the modules that cause the damage, and those to keep in fp32. The exit code is 0 for every
+    verdict.
     """
     from autotune_amp.api import check_fidelity
 
@@ -183,8 +186,9 @@ def memory(
 ) -> bytes:
     """Measure the memory of a training step by its parts, and show how to reduce it.
 
-    Prints parameters, gradients, optimizer state and each module's activations in each precision; with --fit the
-    largest batch size that fits.
+    Measures a TARGET, or a training command: memory -- python train.py --bs {batch_size=32}. Prints parameters,
+    gradients, optimizer state and each module's activations in each precision; with --fit the largest batch size that
+    fits.
     """
     from autotune_amp.api import profile_memory
 

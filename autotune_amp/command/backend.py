@@ -528,47 +528,45 @@ class CommandBackend(WorkloadBackend):
     def _diagnose(self, job: Job[Any]) -> Any:
         """Run the command until rank 0 has done the job on its training steps, and return the result.
 
-        The setting is that of the job's trial, or today's for a job without one. Raises `WorkloadError` if the command
-        ends before, would change existing files, or if its Python cannot import this package.
+        The setting is that of the job's trial. A job without one, which compares nothing, runs with today's setting and
+        its own batch size, if it has one, and without further warm-up after the first step. Raises `WorkloadError` if
+        the command ends before, would change existing files, or if its Python cannot import this package.
         """
         trial: Trial | None = getattr(job, "trial", None)
+        today: dict[str, Any] = {"precision": "fp32", "batch_size": 1, **self._command.line.today_values}
+        setting = Setting(**{**today, "batch_size": getattr(job, "batch_size", None) or today["batch_size"]})
         completed = self._command.run(
-            trial.candidate if trial is not None else self._assumed_today(),
+            setting if trial is None else trial.candidate,
             job.deadlines,
             lambda events: events.first(Diagnosed) is not None,
             Watcher(),
             environment=self._environment,
-            memory_limit_bytes=trial.memory_limit_bytes if trial is not None and job.device == "cpu" else None,
+            memory_limit_bytes=None if trial is None or job.device != "cpu" else trial.memory_limit_bytes,
             diagnosis={
                 "kind": job.kind(),
                 "fields": msgspec.to_builtins(job),
-                "num_warmup_steps": NUM_WARMUP_STEPS if trial is not None else 1,
+                "num_warmup_steps": 1 if trial is None else NUM_WARMUP_STEPS,
             },
         )
-        diagnosed, num_steps = completed.events.first(Diagnosed), completed.events.num_steps
+        diagnosed = completed.events.first(Diagnosed)
         if isinstance(completed.verdict, Failure):
             if completed.events.first(Refused) is not None:
                 raise _stopped_error(completed.verdict)
             return completed.verdict
         if diagnosed is None:
             raise WorkloadError(
-                f"The command ended by itself after {count(num_steps, 'optimizer step')}, before its steps could be "
-                "examined.",
+                f"The command ended by itself after {count(completed.events.num_steps, 'optimizer step')}, before its "
+                "steps could be examined.",
                 f"Use more epochs, steps or data: {MIN_NUM_DIAGNOSED_STEPS} optimizer steps or more.",
             )
         if diagnosed.result is None:
             raise WorkloadError(
                 f"autotune_amp cannot be imported by the command's own Python, {diagnosed.python}: "
                 f"{diagnosed.problem}.",
-                f"Install it there: {diagnosed.python} -m pip install, with the path or name that you installed here.",
+                f"Install it there too: `{diagnosed.python} -m pip install` with the folder or name that you installed "
+                "here.",
             )
         return msgspec.json.decode(diagnosed.result, type=job.answer | Failure)
-
-    def _assumed_today(self) -> Setting:
-        """Return today's setting, as far as the command names it."""
-        return self._command.today or Setting(
-            **{"precision": "fp32", "batch_size": 1, **self._command.line.today_values}
-        )
 
 
 def _stopped_error(failure: Failure) -> WorkloadError:

@@ -20,8 +20,8 @@ in turn, with step time, speed-up and its interval, memory, and a verdict. Then 
 from the machine's measured matrix rate down to the rate attained, with the next steps to try, which a search tries
 too. The step is that of the best low precision if it is faster than fp32, otherwise that of fp32. Parts are medians
 over several profiled steps, shown with the smallest and the largest share, and advice is given only on parts that are
-large in all of them. The timed steps are divided among three fresh processes, whose spread gives the interval. None
-of your objects is changed.
+large in all of them. The timed steps are divided among three fresh processes, whose spread gives the interval; of a
+training command (`profile -- COMMAND`) among fewer if its starts are long. None of your objects is changed.
 """
 
 from __future__ import annotations

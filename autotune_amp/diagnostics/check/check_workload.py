@@ -64,13 +64,18 @@ def run_workload_check(
                 )
             report = unrecorded
         leftovers = source.leftovers()
+    if isinstance(report, Failure) and command is not None:
+        raise WorkloadError(
+            f"The command fails: {report.kind}: {report.message}.\n{report.details or ''}".rstrip(),
+            "Run the command by itself, and fix what it raises.",
+        )
     if isinstance(report, Failure):
-        if report.kind == "workload_error" or command is not None:
+        if report.kind == "workload_error":
             raise WorkloadError(*failure_message(report))
         raise WorkloadError(
             f"One step of the workload fails on the CPU: {report.kind}: {report.message}.",
             "Run one fp32 step on the CPU by itself, with a smaller batch if need be, and fix what it raises.",
         )
-    return (
-        msgspec.structs.replace(report, workload=source.name, notes=(*report.notes, *leftovers)) if command else report
-    )
+    if command is None:
+        return report
+    return msgspec.structs.replace(report, workload=source.name, notes=(*report.notes, *leftovers))
