@@ -201,10 +201,11 @@ def check_workload(
     """Find code in `workload` that breaks or hurts under a device's autocast. Runs on the CPU, without that device.
 
     `workload` is as in `recommend_config`; it runs in a process of its own, on copies. `device` is "cuda", "cpu" or
-    "mps". A command runs where it trains, and its second step is recorded at its own batch size. Of a Workload one fp32 step of `batch_size` samples is recorded (by default 2, or if that does not run the
-    workload's own, 8 at most), and torch's autocast for that device determines the dtype of each of its tensors; then
-    the user's source files are read. Branches that the step does not take are not seen, nor are values that only arise
-    in training, which `check_fidelity` finds.
+    "mps". One fp32 step of `batch_size` samples is recorded (by default 2, or if that does not run the workload's own,
+    8 at most), and torch's autocast for that device determines the dtype of each of its tensors; then the user's source
+    files are read. Of a command, which runs where it trains, the second step is recorded, at its own batch size.
+    Branches that the step does not take are not seen, nor are values that only arise in training, which
+    `check_fidelity` finds.
 
     Raises `InvalidRequestError` (a wrong option or device) and `WorkloadError` (the workload cannot be loaded or built,
     or one fp32 step of it does not work on the CPU; a command fails, or its Python cannot import this package).
@@ -232,10 +233,9 @@ def profile_amp(
     `workload` is as in `recommend_config`. It runs in processes of its own, on copies, at the user's own batch size
     unless `batch_size` is given: all precisions in turns on the same batches, over `num_batches` training steps each,
     divided among three processes (fewer for a command whose starts are long), then a few steps of each under
-    torch.profiler. A precision that takes more than five
-    times as long as fp32, and more than a second a step, is cut short. `precision` names those to compare with fp32; by
-    default TF32 is included if the device has it. `trace` is a new file for the profiler's Chrome trace, which
-    https://ui.perfetto.dev opens.
+    torch.profiler. A precision that takes more than five times as long as fp32, and more than a second a step, is cut
+    short. `precision` names those to compare with fp32; by default TF32 is included if the device has it. `trace` is a
+    new file for the profiler's Chrome trace, which https://ui.perfetto.dev opens.
 
     A precision that the device lacks, that runs out of memory or that fails has a row with the reason. Raises
     `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload cannot be loaded or built, or does
@@ -264,9 +264,9 @@ def profile_memory(
 
     `workload` is as in `recommend_config`. It runs in processes of its own, on copies, at the user's own batch size
     unless `batch_size` is given: a few steps for the peak, and one in which every tensor is examined. `precision` names
-    those to measure: by default fp32, bf16 and fp16, without those that the device emulates many times slower. `fit`
-    is a size of memory, as "16GiB" or in bytes: up to six batch sizes of each precision are measured, within the memory
-    of this device, to find the largest batch that would fit into that size. `snapshot` is a new file for torch's own
+    those to measure: by default fp32, bf16 and fp16, without those that the device emulates many times slower. `fit` is
+    a size of memory, as "16GiB" or in bytes: up to six batch sizes of each precision are measured, within the memory of
+    this device, to find the largest batch that would fit into that size. `snapshot` is a new file for torch's own
     memory snapshot of the first precision's step, on CUDA and not for a command, which https://pytorch.org/memory_viz
     opens.
 

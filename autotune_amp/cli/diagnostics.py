@@ -49,8 +49,8 @@ def check(
 ) -> CommandOutput:
     """List the operations that autocast would break or degrade, each with its fix.
 
-    Checks a TARGET, or a training command: check -- python train.py. Runs one fp32 step on the CPU and reads your
-    source; the device itself is not needed. The exit code is 4 if an operation will break.
+    Checks a TARGET, or a training command: check -- python train.py. Runs one fp32 step, of a TARGET on the CPU, and
+    reads your source; the device itself is not needed. The exit code is 4 if an operation will break.
     """
     from autotune_amp.api import check_workload
 

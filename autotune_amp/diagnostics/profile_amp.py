@@ -293,7 +293,8 @@ def run_profile(
     watcher = ProgressWatcher(progress, clock, meter)
     progress.work_started(None)
     with loaded_backend(source, watcher, clock.left()) as backend:
-        opened = open_workload(backend, source, device, watcher)
+        is_batch_free = source.command_template is None or batch_size is not None
+        opened = open_workload(backend, source, device, watcher, is_batch_free=is_batch_free)
         progress.found_hardware(opened.hardware)
         requested = _precisions_to_profile(precisions, opened.hardware)
         space = space_at_batch_size(batch_size, opened, requested)

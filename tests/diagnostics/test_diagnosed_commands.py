@@ -198,6 +198,8 @@ def test_what_a_diagnosis_needs_of_a_command(both: Both) -> None:
     with pytest.raises(WorkloadError, match="cannot be imported") as raised:
         check_workload(template(both, "--be", "without the package"), quiet=True)
     assert f"{sys.executable} -m pip install" in raised.value.next_step
+    with pytest.raises(InvalidRequestError, match="today"):
+        check_fidelity(template(both), batch_size=4, quiet=True)
     with pytest.raises(InvalidRequestError, match="snapshot"):
         profile_memory(template(both), device="cuda", snapshot="memory.pickle", quiet=True)
 

@@ -86,8 +86,15 @@ def parse_sources(objects: Iterable[Any]) -> tuple[list[SourceText], tuple[str, 
 
 
 def parse_program() -> list[SourceText]:
-    """Return the parsed files of the running program and of the modules that it imported, without installed ones."""
-    files = dict.fromkeys(getattr(module, "__file__", None) for module in tuple(sys.modules.values()))
+    """Return the parsed files of the running program and of the modules that it imported, without installed ones and
+    those that torch.compile has written.
+    """
+    modules = [
+        module
+        for name, module in tuple(sys.modules.items())
+        if not getattr(module, "__name__", name).startswith("torch.")
+    ]
+    files = dict.fromkeys(getattr(module, "__file__", None) for module in modules)
     sources = [_parse(file) for file in files if file and file.endswith(".py") and not _is_installed(file)]
     return [source for source in sources if source is not None]
 

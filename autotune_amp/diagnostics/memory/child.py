@@ -123,9 +123,11 @@ def snapshot(path: str) -> Iterator[None]:
 
 
 def storage_bytes(tensors_: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of each storage of these tensors, by address; for a sparse tensor those of its parts."""
+    """Return the bytes of each storage of these tensors, by address; for a sparse tensor those of its parts, for one
+    that is distributed over ranks (FSDP2) those of this rank.
+    """
     bytes_by_address: dict[int, int] = {}
-    for tensor in tensors_:
+    for tensor in map(_local_part, tensors_):
         if tensor.layout == torch.sparse_coo:
             bytes_by_address |= storage_bytes((tensor._indices(), tensor._values()))
         elif tensor.layout == torch.strided:
@@ -133,6 +135,11 @@ def storage_bytes(tensors_: Iterable[Tensor]) -> dict[int, int]:
             bytes_by_address[storage.data_ptr()] = storage.nbytes()
     bytes_by_address.pop(0, None)  # storage without memory
     return bytes_by_address
+
+
+def _local_part(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
@@ -355,7 +362,8 @@ class _CastTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    return sum(storage_bytes((tensor,)).values()) if tensor.layout == torch.sparse_coo else tensor.nbytes
+    own = _local_part(tensor)
+    return sum(storage_bytes((own,)).values()) if own.layout == torch.sparse_coo else own.nbytes
 
 
 def _excluding(storages: Mapping[int, int], excluded: Mapping[int, int]) -> dict[int, int]:

@@ -75,7 +75,14 @@ def run_memory_profile(
             "Leave --snapshot out: the memory by kind and by module is measured for a command too.",
         )
     with loaded_backend(source, watcher, clock.left()) as backend:
-        opened = open_workload(backend, source, device, watcher, baseline_batch_size=batch_size or ASSUMED_BATCH_SIZE)
+        opened = open_workload(
+            backend,
+            source,
+            device,
+            watcher,
+            baseline_batch_size=batch_size or ASSUMED_BATCH_SIZE,
+            is_batch_free=source.command_template is None or fit is not None or batch_size is not None,
+        )
         progress.found_hardware(opened.hardware)
         requested = precisions or ("fp32", *MIXED_PRECISIONS)
         space = space_at_batch_size(batch_size, opened, requested)
