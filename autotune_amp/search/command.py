@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -25,6 +24,7 @@ from autotune_amp.core.recommendation import Fingerprint, write_atomically
 from autotune_amp.fingerprint import file_digest, imported_names, user_modules
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.source import Source, folder_name
+from autotune_amp.search.storage.folder import StudyFolder
 
 if TYPE_CHECKING:
     from autotune_amp.command.command import Command
@@ -204,21 +204,22 @@ class CommandSource(Source):
 
     @contextlib.contextmanager
     def keeping_leftovers(self) -> Iterator[None]:
-        """Move the files that trials write in this context to a folder, as a search with default options does.
+        """Move the files that trials write in this context to the study folder of a search with default options.
 
-        A new folder without such files is removed.
+        A new folder without such files is removed. Raises `StudyError` if a search runs in the folder, or if it cannot
+        be used.
         """
-        folder = Path(SearchOptions().out, self.name)
-        is_new = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        self.command.keep_in(folder)
-        try:
-            yield
-        finally:
-            if is_new and not self.leftovers():
-                shutil.rmtree(folder)
-                with contextlib.suppress(OSError):  # it holds other studies
-                    folder.parent.rmdir()
+        from autotune_amp.command.command import KEPT_LIST
+
+        with StudyFolder(SearchOptions().out, self.name) as folder:
+            self.command.keep_in(folder.path)
+            try:
+                yield
+            finally:
+                if not self.leftovers():
+                    (folder.path / KEPT_LIST).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it holds studies
+            folder.path.parent.rmdir()
 
     def fingerprint_by_child(
         self, options: dict[str, Any], identity: DeviceIdentity, backend: Backend, state: dict[str, Any]

@@ -316,7 +316,7 @@ def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> StepSpl
         inside = spans[bisect_left(spans, step.ts, key=_start) : bisect_left(spans, step.end, key=_start)]
         waits = _spans_of(inside, _LOADER_ANNOTATION)
         inside = [
-            msgspec.structs.replace(event, dur=min(event.dur, step.end - event.ts))  # a command's ends in its optimizer
+            event if event.end <= step.end else msgspec.structs.replace(event, dur=step.end - event.ts)
             for event in inside
             if event.cat != "cpu_op" or not _is_within(event.ts, waits)
         ]
