@@ -529,8 +529,9 @@ class CommandBackend(WorkloadBackend):
         """Run the command until rank 0 has done the job on its training steps, and return the result.
 
         The setting is that of the job's trial. A job without one, which compares nothing, runs with today's setting and
-        its own batch size, if it has one, and without further warm-up after the first step. Raises `WorkloadError` if
-        the command ends before, would change existing files, or if its Python cannot import this package.
+        its own batch size, if it has one, and without further warm-up after the first step. Return a `Failure` if the
+        command fails or did not use the setting. Raises `WorkloadError` if it ends before, would change existing files,
+        or if its Python cannot import this package.
         """
         trial: Trial | None = getattr(job, "trial", None)
         today: dict[str, Any] = {"precision": "fp32", "batch_size": 1, **self._command.line.today_values}
@@ -566,7 +567,9 @@ class CommandBackend(WorkloadBackend):
                 f"Install it there too: `{diagnosed.python} -m pip install` with the folder or name that you installed "
                 "here.",
             )
-        return msgspec.json.decode(diagnosed.result, type=job.answer | Failure)
+        rank = completed.events.ranks[diagnosed.pid]
+        ignored = None if trial is None else self._deviation(trial.candidate, rank)
+        return ignored or msgspec.json.decode(diagnosed.result, type=job.answer | Failure)
 
 
 def _stopped_error(failure: Failure) -> WorkloadError:

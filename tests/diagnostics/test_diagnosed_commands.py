@@ -19,7 +19,7 @@ from autotune_amp.cli import run
 from autotune_amp.command.backend import CommandBackend
 from autotune_amp.command.command import Command
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
-from autotune_amp.core.outcome import Profiled
+from autotune_amp.core.outcome import Failure, Profiled
 from autotune_amp.core.setting import Setting
 from autotune_amp.diagnostics.check.findings import CheckReport
 from autotune_amp.diagnostics.memory.results import MemoryBreakdown, MemoryJob
@@ -195,6 +195,9 @@ def test_what_a_diagnosis_needs_of_a_command(both: Both) -> None:
     job = ProfileJob(device="cpu", trial=trial(both), trace_file="trace.json", deadline_seconds=200.0)
     with pytest.raises(WorkloadError, match="5 optimizer steps"):
         both.command("--be", "short").submit(job)
+    ignored = both.command("--be", "{precision=fp32}").submit(memory_job(both, "bf16")).result()
+    assert isinstance(ignored, Failure), ignored
+    assert "{precision} does not reach" in ignored.message
     with pytest.raises(WorkloadError, match="cannot be imported") as raised:
         check_workload(template(both, "--be", "without the package"), quiet=True)
     assert f"{sys.executable} -m pip install" in raised.value.next_step
