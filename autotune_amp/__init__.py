@@ -21,14 +21,15 @@ that): `cli → api → report → diagnostics → search →�
       numerics/       a precision against fp32, where it goes wrong, the largest safe loss scale measured,
                       GradScaler's rule as arithmetic
       trial/          jobs, and in the child: builds, warms up, times, checks; `judge`: evidence to a failure;
-                      `worst_batch`: what memory is measured on; `step_profile/`: parts of a step's time
+                      `worst_batch`: what memory is measured on; `step_profile/`: parts of a step's time;
+                      `observed_steps`: a job on the steps of a command, called by its agent
       processes/      where jobs run: forked or kept processes, behind one Backend
       command/        a training command as that Backend; `agent/` is what runs inside it: hooks, guard, what is set
                       from outside
       search/         the parent: space, stages, Optuna, confirmation, `ranking` (its plateau), the choice,
                       `loss_scales`; imports no torch
       diagnostics/    without a search, each with its job, result and parent side: `check/` (code that breaks under
-                      autocast, from one step on the CPU), `memory/` (what fills it, which batch fits), `profile_amp`
+                      autocast, from one step), `memory/` (what fills it, which batch fits), `profile_amp`
                       (gain of mixed precision, parts of a step's time), `check_fidelity`
       runtime/        the training job: PrecisionController, its `policy` (pure: when to step down), its diagnosis
       integrations/   Lightning, Transformers, Accelerate, exports for these and others, sinks for a run's metrics

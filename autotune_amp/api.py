@@ -174,7 +174,8 @@ def check_fidelity(
 
     `workload` is as in `recommend_config`; it runs in a process of its own, on copies. `batch_size` is the workload's
     own, 16 at most, unless given; fewer samples are used if memory is short. `pinned_modules` run in fp32 meanwhile,
-    for example the `healing_pins` of a bad verdict. `budget` is wall-clock seconds for everything.
+    for example the `healing_pins` of a bad verdict. `budget` is wall-clock seconds for everything. Of a command only
+    gradients at its first weights and today's batch size are compared, and no modules can be pinned.
 
     The verdict is "unchecked" if memory was short or the workload does not run in that precision, and "undecided" if
     there was too little time, with the reason. Raises
@@ -184,7 +185,7 @@ def check_fidelity(
     """
     from autotune_amp.diagnostics.check_fidelity import run_fidelity_check
 
-    source = _workload_source(workload, "check_fidelity", "check")
+    source = _workload_source(workload, "check_fidelity", "fidelity")
     with _shown_progress(quiet) as progress:
         return run_fidelity_check(source, progress, precision, batch_size, device, pinned_modules, seed, budget)
 
@@ -200,14 +201,15 @@ def check_workload(
 ) -> CheckReport:
     """Find code in `workload` that breaks or hurts under a device's autocast. Runs on the CPU, without that device.
 
-    `workload` is as in `recommend_config`, but no command; it runs in a process of its own, on copies. `device` is
-    "cuda", "cpu" or "mps". One fp32 step of `batch_size` samples is recorded (by default 2, or if that does not run the
-    workload's own, 8 at most), and torch's autocast for that device determines the dtype of each of its tensors; then
-    the user's source files are read. Branches that the step does not take are not seen, nor are values that only arise
-    in training, which `check_fidelity` finds.
+    `workload` is as in `recommend_config`; it runs in a process of its own, on copies. `device` is "cuda", "cpu" or
+    "mps". One fp32 step of `batch_size` samples is recorded (by default 2, or if that does not run the workload's own,
+    8 at most), and torch's autocast for that device determines the dtype of each of its tensors; then the user's source
+    files are read. Of a command, which runs where it trains, the second step is recorded, at its own batch size.
+    Branches that the step does not take are not seen, nor are values that only arise in training, which
+    `check_fidelity` finds.
 
     Raises `InvalidRequestError` (a wrong option or device) and `WorkloadError` (the workload cannot be loaded or built,
-    or one fp32 step of it does not work on the CPU).
+    or one fp32 step of it does not work on the CPU; a command fails, or its Python cannot import this package).
     """
     from autotune_amp.diagnostics.check.check_workload import run_workload_check
 
@@ -231,10 +233,10 @@ def profile_amp(
 
     `workload` is as in `recommend_config`. It runs in processes of its own, on copies, at the user's own batch size
     unless `batch_size` is given: all precisions in turns on the same batches, over `num_batches` training steps each,
-    divided among three processes, then a few steps of each under torch.profiler. A precision that takes more than five
-    times as long as fp32, and more than a second a step, is cut short. `precision` names those to compare with fp32; by
-    default TF32 is included if the device has it. `trace` is a new file for the profiler's Chrome trace, which
-    https://ui.perfetto.dev opens.
+    divided among three processes (fewer for a command whose starts are long), then a few steps of each under
+    torch.profiler. A precision that takes more than five times as long as fp32, and more than a second a step, is cut
+    short. `precision` names those to compare with fp32; by default TF32 is included if the device has it. `trace` is a
+    new file for the profiler's Chrome trace, which https://ui.perfetto.dev opens.
 
     A precision that the device lacks, that runs out of memory or that fails has a row with the reason. Raises
     `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload cannot be loaded or built, or does
@@ -263,10 +265,11 @@ def profile_memory(
 
     `workload` is as in `recommend_config`. It runs in processes of its own, on copies, at the user's own batch size
     unless `batch_size` is given: a few steps for the peak, and one in which every tensor is examined. `precision` names
-    those to measure: by default fp32, bf16 and fp16, without those that the device emulates many times slower. `fit`
-    is a size of memory, as "16GiB" or in bytes: up to six batch sizes of each precision are measured, within the memory
-    of this device, to find the largest batch that would fit into that size. `snapshot` is a new file for torch's own
-    memory snapshot of the first precision's step, on CUDA, which https://pytorch.org/memory_viz opens.
+    those to measure: by default fp32, bf16 and fp16, without those that the device emulates many times slower. `fit` is
+    a size of memory, as "16GiB" or in bytes: up to six batch sizes of each precision are measured, within the memory of
+    this device, to find the largest batch that would fit into that size. `snapshot` is a new file for torch's own
+    memory snapshot of the first precision's step, on CUDA and not for a command, which https://pytorch.org/memory_viz
+    opens.
 
     A precision that the device lacks, that runs out of memory or that fails has a row with the reason. Raises
     `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload cannot be loaded or built, or does
@@ -275,32 +278,34 @@ def profile_memory(
     from autotune_amp.diagnostics.memory.profile_memory import run_memory_profile
 
     raise_if_exists("--snapshot", snapshot)
-    source = _workload_source(workload, "profile_memory", "memory profile")
+    source = _workload_source(workload, "profile_memory", "memory")
     with _shown_progress(quiet) as progress:
         return run_memory_profile(source, progress, precision, batch_size, device, fit, snapshot)
 
 
-def _workload_source(workload: WorkloadArgument, caller: str, action: str) -> Source:
+def _workload_source(workload: WorkloadArgument, caller: str, shell_command: str) -> Source:
+    """Return the source of a workload or command; `shell_command` is that of the command line for `caller`."""
     if "AUTOTUNE_AMP_TRIAL" in os.environ:
         raise InvalidRequestError(
-            f"{caller}() was called inside a trial: the workload's own file runs a {action} when it is imported.",
+            f"{caller}() was called inside a trial: the workload's own file calls it when it is imported.",
             'Put that call behind `if __name__ == "__main__":`.',
         )
     if isinstance(workload, CommandTemplate):
         require_startable(workload.arguments, os.environ.get("PATH"))
         return CommandSource(workload)
-    if isinstance(workload, str) and ":" not in workload and caller == "recommend_config":
+    if isinstance(workload, str) and ":" not in workload:
         command = likely_command([workload])
         if command is not None:
             line, is_script = shell_line(command), workload.endswith(".py")
             function = (
-                f"Name the function in it that returns a Workload: {workload}:FUNCTION. Or search"
+                f"Name the function in it that returns a Workload: {workload}:FUNCTION. Or give"
                 if is_script
-                else "Search"
+                else "Give"
             )
             raise WorkloadError(
                 f"{workload!r} names no workload.",
-                f"{function} the command: `autotune-amp search -- {line}`, in Python CommandTemplate.of({line!r}).",
+                f"{function} the command: `autotune-amp {shell_command} -- {line}`, in Python "
+                f"CommandTemplate.of({line!r}).",
             )
     return (
         target(workload or DEFAULT_TARGET) if workload is None or isinstance(workload, str) else live_source(workload)

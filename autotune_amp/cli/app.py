@@ -22,7 +22,8 @@ from autotune_amp.report.output import ignore_closed_reader, render_to_bytes, wr
 if TYPE_CHECKING:
     from autotune_amp.core.recommendation import Recommendation
 
-_WITH_TRAINING_COMMAND = ("search", "run", "apply")  # commands with a training command after ``--``
+# Commands with a training command after ``--``.
+_WITH_TRAINING_COMMAND = ("search", "run", "apply", "check", "fidelity", "memory", "profile")
 
 # click's UsageError. Some versions of typer contain their own copy of click, so it is not imported from click.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]
@@ -70,6 +71,12 @@ Target = Annotated[
         "Default: the package's small example transformer.",
         metavar="TARGET",
     ),
+]
+Value = Annotated[
+    list[str] | None, option("PRECISION=WORD", "Word that the command after -- uses for a precision. Repeatable.")
+]
+File = Annotated[
+    list[str] | None, option("FILE", "File with placeholders that the command reads its settings from. Repeatable.")
 ]
 Folder = Annotated[
     Path | None,

@@ -12,6 +12,7 @@ from autotune_amp.cli.app import (
     OBJECTIVE,
     TRY,
     Device,
+    File,
     Folder,
     Json,
     Precision,
@@ -20,6 +21,7 @@ from autotune_amp.cli.app import (
     Samples,
     Steps,
     Target,
+    Value,
     option,
     recommendation_output,
     training_command,
@@ -74,12 +76,8 @@ def search(
     storage: Annotated[str | None, option("URL", "Optuna storage in place of SQLite in the study's folder.")] = None,
     seed: Annotated[int, option("N", "Seed of the trials and of Optuna.")] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, without using earlier results.")] = False,
-    value: Annotated[
-        list[str] | None, option("PRECISION=WORD", "Word that the command after -- uses for a precision. Repeatable.")
-    ] = None,
-    file: Annotated[
-        list[str] | None, option("FILE", "File with placeholders that the command reads its settings from. Repeatable.")
-    ] = None,
+    value: Value = None,
+    file: File = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the first commands that would be started, and exit.")
     ] = False,

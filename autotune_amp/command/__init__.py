@@ -52,6 +52,16 @@ including its signals and exit code; a command without the recommended arguments
 a diff of the observed calls, runs an edited copy for a few steps and reports whether it ran with the recommended
 values; places that it cannot edit are named by their lines.
 
+**Diagnostics.** `check`, `memory`, `profile` and `fidelity` take a command after `--` too, with placeholders as in a
+search. Each starts the command, lets it warm up and examines one of its own training steps in its own process, of
+several ranks that of rank 0; then the command is ended. This needs `autotune_amp` in the Python that the command uses.
+`check` records the step after the first one, in fp32, as if autocast were on: in the script's own autocast regions,
+enabled or not, else from the first forward pass to the backward pass. It reads the files of the program and of the
+modules that it has imported. `memory` and `profile` examine each precision at today's batch size, or at `--batch-size`
+if that can be set; each measurement is a start of the command. On a CPU the peak is that of the whole process. Fewer
+processes are timed if starts are long. `fidelity` makes the comparison described above. Later steps, evaluations and
+checkpoints are not examined, `--snapshot` and `--pin` need a Workload.
+
 **Supported training code**, and the values that are observed and set in it:
 
 * A plain loop, also compiled, with several optimizers or LBFGS: steps, samples, accumulation and the skips of a

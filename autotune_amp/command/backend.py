@@ -9,13 +9,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from autotune_amp.command import measure
 from autotune_amp.command.command import Command
 from autotune_amp.command.frozen_pair import FrozenPair, PairingProblem, pair_steps
 from autotune_amp.command.known_arguments import suggested_arguments, with_placeholders
-from autotune_amp.command.messages import Gradient, Refused
+from autotune_amp.command.messages import Diagnosed, Gradient, Refused
 from autotune_amp.command.rank_steps import Rank
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import CompletedRun
@@ -49,6 +50,7 @@ MIN_NUM_RUNS, NUM_RUNS_OF_A_CONFIRMED_SEARCH = 3, 12
 # the time of today's run, if longer. bf16 on a CPU without bf16 instructions may take 100 times as long.
 FOLLOWING_SHARE, FOLLOWING_TIMES = 0.5, 2.0
 MIN_NUM_STEPS = NUM_WARMUP_STEPS + 2 * measure.MIN_NUM_INTERVALS
+MIN_NUM_DIAGNOSED_STEPS = 12  # warm-up, one step before the profiled ones, at most seven of these, one to count FLOPs
 PAUSE_SECONDS = (
     60.0  # least deadline of a step: it may include an evaluation, a checkpoint or the start of loader workers
 )
@@ -119,8 +121,8 @@ class CommandBackend(WorkloadBackend):
         return self._local.open(device, num_threads, deadline_seconds)._replace(why_not_forked=None, ready_seconds=0.0)
 
     def submit(self, job: Job[Any], slot: Slot | None = None) -> Handle[Any]:  # noqa: ARG002 - there is one slot
-        """Run the command if the job trains, else pass the job to the local backend; return its handle. See
-        `Backend`.
+        """Run the command if the job trains or examines training steps, else pass the job to the local backend; return
+        its handle. See `Backend`.
         """
         if isinstance(job, Describe):
             return CompletedHandle(self._describe(job))
@@ -128,6 +130,8 @@ class CommandBackend(WorkloadBackend):
             return CompletedHandle(self._check(job))
         if isinstance(job, Trial):
             return CompletedHandle(self._measure(job))
+        if job.command_work is not None:
+            return CompletedHandle(self._diagnose(job))
         return self._local.submit(job)
 
     def share_build(self, job: Job[Any], deadline_seconds: float) -> str | None:  # noqa: ARG002 - Backend's signature
@@ -250,7 +254,7 @@ class CommandBackend(WorkloadBackend):
             setting, deadlines, is_enough, Watcher(), environment=self._environment, counts_flops=began is not None
         )
         if isinstance(completed.verdict, Failure) and completed.events.first(Refused) is not None:
-            raise WorkloadError(f"A trial was stopped: {completed.verdict.message}.", completed.verdict.details or "")
+            raise _stopped_error(completed.verdict)
         slowest, num_steps = measure.slowest_rank(completed.events), completed.events.num_steps
         has_failed = isinstance(completed.verdict, Failure) and completed.verdict.kind != "workload_error"
         as_setting = "" if began is not None else f", run as {setting},"
@@ -527,6 +531,56 @@ class CommandBackend(WorkloadBackend):
                 )
             ).result()
             return judged
+
+    def _diagnose(self, job: Job[Any]) -> Any:
+        """Run the command until rank 0 has done the job on its training steps, and return the result.
+
+        The setting is that of the job's trial. A job without one, which compares nothing, runs with today's setting and
+        its own batch size, if it has one, and without further warm-up after the first step. Return a `Failure` if the
+        command fails or did not use the setting. Raises `WorkloadError` if it ends before, would change existing files,
+        or if its Python cannot import this package.
+        """
+        trial: Trial | None = getattr(job, "trial", None)
+        today: dict[str, Any] = {"precision": "fp32", "batch_size": 1, **self._command.line.today_values}
+        setting = Setting(**{**today, "batch_size": getattr(job, "batch_size", None) or today["batch_size"]})
+        completed = self._command.run(
+            setting if trial is None else trial.candidate,
+            job.deadlines,
+            lambda events: events.first(Diagnosed) is not None,
+            Watcher(),
+            environment=self._environment,
+            memory_limit_bytes=None if trial is None or job.device != "cpu" else trial.memory_limit_bytes,
+            diagnosis={
+                "kind": job.kind(),
+                "fields": msgspec.to_builtins(job),
+                "num_warmup_steps": 1 if trial is None else NUM_WARMUP_STEPS,
+            },
+        )
+        diagnosed = completed.events.first(Diagnosed)
+        if isinstance(completed.verdict, Failure):
+            if completed.events.first(Refused) is not None:
+                raise _stopped_error(completed.verdict)
+            return completed.verdict
+        if diagnosed is None:
+            raise WorkloadError(
+                f"The command ended by itself after {count(completed.events.num_steps, 'optimizer step')}, before its "
+                "steps could be examined.",
+                f"Use more epochs, steps or data: {MIN_NUM_DIAGNOSED_STEPS} optimizer steps or more.",
+            )
+        if diagnosed.result is None:
+            raise WorkloadError(
+                f"autotune_amp cannot be imported by the command's own Python, {diagnosed.python}: "
+                f"{diagnosed.problem}.",
+                f"Install it there too: `{diagnosed.python} -m pip install` with the folder or name that you installed "
+                "here.",
+            )
+        rank = completed.events.ranks[diagnosed.pid]
+        ignored = None if trial is None else self._deviation(trial.candidate, rank)
+        return ignored or msgspec.json.decode(diagnosed.result, type=job.answer | Failure)
+
+
+def _stopped_error(failure: Failure) -> WorkloadError:
+    return WorkloadError(f"A trial was stopped: {failure.message}.", failure.details or "")
 
 
 def _ignored_value_error(problem: str) -> WorkloadError:

@@ -20,6 +20,8 @@ from autotune_amp.processes.local import TRIAL_ENVIRONMENT
 from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.program import new_folder
 
+KEPT_LIST = "made.json"  # file of a study with the data that runs have created and that stay
+
 
 class Command:
     """Training command that is run once for each trial.
@@ -103,7 +105,7 @@ class Command:
         """From now on, move the files that runs create to a subfolder of the study's `folder`. Load the list of data
         that earlier runs created.
         """
-        self._kept_list, self.aside = folder / "made.json", folder.absolute() / FOLDER
+        self._kept_list, self.aside = folder / KEPT_LIST, folder.absolute() / FOLDER
         self.kept = load_kept(self._kept_list)
 
 

@@ -157,6 +157,16 @@ class Flops(AgentMessage, frozen=True, kw_only=True, tag="flops"):
     num_positions: int
 
 
+class Diagnosed(_OfRank, frozen=True, kw_only=True, tag="diagnosed"):
+    """Message with the `result` of a diagnosis as a JSON document; None if `autotune_amp` cannot be imported by the
+    command's Python, the program `python`, with the `problem`.
+    """
+
+    result: str | None
+    problem: str
+    python: str
+
+
 class Set(AgentMessage, frozen=True, kw_only=True, tag="set"):
     """Message that the agent set the field `name` of a setting in the object `what` at `line`, from `was` to
     `value`.
@@ -242,6 +252,7 @@ Message: TypeAlias = (
     | Step
     | Gradient
     | Flops
+    | Diagnosed
     | Set
     | Switch
     | Refused

@@ -123,8 +123,9 @@ class Job(msgspec.Struct, Generic[ResultType], frozen=True, kw_only=True):
 
     Subclasses set `answer`, the type of the result, and `work`, the function "package.module:function" that computes it
     from the process's context, the job and a callback that sends events to the parent. Its module is imported in the
-    child only, since it may need torch. `torch_state` is the caller's global torch state as returned by
-    `torch_state.capture`.
+    child only, since it may need torch. `command_work`, if any, is the function that does the same in the process of a
+    training command, on its own steps (see `trial.observed_steps`). `torch_state` is the caller's global torch state as
+    returned by `torch_state.capture`.
 
     A job may take `loading_seconds` (None for no limit) until its process is ready, and then `deadline_seconds`. A
     process is ready when it has loaded the workload; if the job `builds_first`, when it has also built its model and
@@ -133,6 +134,7 @@ class Job(msgspec.Struct, Generic[ResultType], frozen=True, kw_only=True):
 
     answer: ClassVar[Any]
     work: ClassVar[str]
+    command_work: ClassVar[str | None] = None
     builds_first: ClassVar[bool] = False
 
     device: str
@@ -153,7 +155,7 @@ class Job(msgspec.Struct, Generic[ResultType], frozen=True, kw_only=True):
 
     def run(self, context: Any, tell: Tell) -> ResultType | Failure:
         """Run the job in a process that holds `context`, and return its result. `tell` sends an event to the parent."""
-        result: ResultType | Failure = _import_attribute(self.work)(context, self, tell)
+        result: ResultType | Failure = import_attribute(self.work)(context, self, tell)
         return result
 
     def after(
@@ -171,10 +173,11 @@ class Job(msgspec.Struct, Generic[ResultType], frozen=True, kw_only=True):
 
 def find_job(kind: str, fields: dict[str, Any]) -> Job[Any]:
     """Return the job of class `kind` (see `Job.kind`) with the given fields, as received over a pipe."""
-    job: Job[Any] = msgspec.convert(fields, _import_attribute(kind))
+    job: Job[Any] = msgspec.convert(fields, import_attribute(kind))
     return job
 
 
-def _import_attribute(name: str) -> Any:
+def import_attribute(name: str) -> Any:
+    """Import and return the function or class "package.module:name"."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)

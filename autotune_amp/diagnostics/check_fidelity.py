@@ -14,7 +14,7 @@ from autotune_amp.search.options import SearchOptions, is_count
 from autotune_amp.search.planner import IN_TIME, Budget
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.run import ProgressWatcher
-from autotune_amp.search.source import OpenedWorkload, Source, failure_message, open_workload
+from autotune_amp.search.source import OpenedWorkload, Source, failure_message, loaded_backend, open_workload
 from autotune_amp.search.space import build_space
 from autotune_amp.trial.jobs import Check
 
@@ -40,14 +40,18 @@ def run_fidelity_check(
                 f"{name} is {value!r}; it must be {expected}.",
                 "Leave it out for the default, or see help(autotune_amp.check_fidelity).",
             )
+    if source.command_template is not None and batch_size is not None:
+        raise InvalidRequestError(
+            f"batch_size is {batch_size}, but a command is compared at the batch size that it has today.",
+            "Leave --batch-size out, or write another size in the command.",
+        )
     options = SearchOptions.from_user(budget=budget_seconds, device=device, precision=precision, seed=seed)
     budget = Budget(options.budget_seconds)
     watcher = ProgressWatcher(progress, budget)
     progress.work_started(budget.seconds)
-    with source.backend(watcher) as backend:
-        watcher.phase("loading the workload")
-        backend.load(budget.left())
-        opened = open_workload(backend, source, options.device, watcher)
+    with loaded_backend(source, watcher, budget.left()) as backend:
+        is_batch_free = source.command_template is None
+        opened = open_workload(backend, source, options.device, watcher, is_batch_free=is_batch_free)
         check = check_job(opened, options, batch_size, tuple(pinned_modules), max(0.0, budget.left()))
         watcher.phase(f"checking {check.candidate.precision} against fp32")
         outcome = backend.submit(check).result()

@@ -20,8 +20,8 @@ in turn, with step time, speed-up and its interval, memory, and a verdict. Then 
 from the machine's measured matrix rate down to the rate attained, with the next steps to try, which a search tries
 too. The step is that of the best low precision if it is faster than fp32, otherwise that of fp32. Parts are medians
 over several profiled steps, shown with the smallest and the largest share, and advice is given only on parts that are
-large in all of them. The timed steps are divided among three fresh processes, whose spread gives the interval. None
-of your objects is changed.
+large in all of them. The timed steps are divided among three fresh processes, whose spread gives the interval; of a
+training command (`profile -- COMMAND`) among fewer if its starts are long. None of your objects is changed.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ FIRST_STEP_RATIO = 3.0  # deadline of the first step, in first steps of fp32; th
 MIN_FIRST_STEP_DEADLINE_SECONDS = 30.0  # the first step may compile, unlike fp32's
 DEADLINE_SECONDS = 600.0  # of one process; far above the time that any takes
 NUM_ROUNDS = 3  # processes of each precision: fewer give no spread for the interval
+COMMAND_SECONDS = 300.0  # for all rounds of a command: beyond it fewer are run, and the interval is wider
 
 
 class PrecisionRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +122,8 @@ class AmpProfile(msgspec.Struct, frozen=True, kw_only=True):
     A step trains `accumulation_steps` batches of `batch_size` samples; `num_batches` steps of each precision were
     requested, and each row gives the number timed. `rows` begin with fp32. `best_precision` is the fastest of bf16 and
     fp16, with `speedup` and `verdict`; None if neither could be compared with fp32. `next_steps` are for
-    `gap_precision`, the largest gain first. `trace` is the file written for Perfetto, None without one.
+    `gap_precision`, the largest gain first. `trace` is the file written for Perfetto, None without one. `is_command`:
+    the steps are those of a training command.
     """
 
     format: int = 1
@@ -138,6 +140,7 @@ class AmpProfile(msgspec.Struct, frozen=True, kw_only=True):
     next_steps: tuple[NextStep, ...]
     notes: tuple[str, ...] = ()
     trace: str | None = None
+    is_command: bool = False
 
     def row(self, precision: str) -> PrecisionRow:
         """Return the row of a precision. Raises `KeyError` if there is none."""
@@ -191,7 +194,8 @@ def facts(profile: AmpProfile) -> list[tuple[str, str]]:
             lines.append(("gap", f"{row.precision}: {_parts_text(row.gap)}"))
     lines += [("next step", next_step_line(step)) for step in profile.next_steps[:NUM_NEXT_STEPS]]
     if profile.next_steps:
-        lines.append(("search", "autotune-amp search tries these and reports the gain of each"))
+        tried = "precision, batch size and what else the command takes" if profile.is_command else "these"
+        lines.append(("search", f"autotune-amp search tries {tried} and reports the gain of each"))
     if profile.trace is not None:
         lines.append(("trace", f"{profile.trace} opens at https://ui.perfetto.dev"))
     return [*lines, *(("note", one_line(note)) for note in profile.notes)]
@@ -299,22 +303,22 @@ def run_profile(
     meter = LoadMeter(identify(device).uuid)  # before this process has a context on the GPU
     watcher = ProgressWatcher(progress, clock, meter)
     progress.work_started(None)
-    hidden = "steps cannot be profiled"
-    advice = "Give a Workload, or search the command: it measures what mixed precision gains."
-    with loaded_backend(source, watcher, clock.left(), hidden=hidden, next_step=advice) as backend:
-        opened = open_workload(backend, source, device, watcher)
+    with loaded_backend(source, watcher, clock.left()) as backend:
+        is_batch_free = source.command_template is None or batch_size is not None
+        opened = open_workload(backend, source, device, watcher, is_batch_free=is_batch_free)
         progress.found_hardware(opened.hardware)
         requested = _precisions_to_profile(precisions, opened.hardware)
         space = space_at_batch_size(batch_size, opened, requested)
         reasons = excluded_reasons(space)
         trials = {p: _trial(p, space, opened) for p in requested if p not in reasons}
         meter.start()
-        outcomes = time_in_turns(backend, trials, num_batches, progress)
+        num_rounds = NUM_ROUNDS if source.command_template is None else _num_command_rounds(len(trials), opened)
+        outcomes = time_in_turns(backend, trials, num_batches, progress, num_rounds)
         load = machine_load.evidence([meter.stop()])
         if load is not None:  # the rows' intervals come from the processes themselves
             load = msgspec.structs.replace(load, interval_factors=(1.0, 1.0))
         load_notes = machine_load.load_warnings(load, "profile again")
-        notes = [*_assumption_notes(batch_size, opened.description), *load_notes]
+        notes = [*_assumption_notes(batch_size, opened.description), *load_notes, *command_notes(source, opened)]
         if not any(isinstance(outcome, Measurement) for outcome in itertools.chain(*outcomes.values())):
             firsts = {p: rounds[0] for p, rounds in outcomes.items() if rounds}
             failures = {p: first for p, first in firsts.items() if isinstance(first, Failure)}
@@ -336,8 +340,9 @@ def run_profile(
                     notes.append(f"{precision} could not be profiled: {result.message}.")
             parts = [Path(folder, f"{p}.json") for p, result in profiled.items() if result.split is not None]
             problem = None if path is None else write_trace(parts, path)
+        notes += source.leftovers()
     results = ProfileResults(opened.hardware, reasons, outcomes, profiled)
-    return make_profile(
+    profile = make_profile(
         make_rows(requested, results),
         results,
         workload=source.name,
@@ -346,6 +351,7 @@ def run_profile(
         trace=None if path is None or problem is not None else str(path),
         notes=notes if problem is None else [*notes, problem],
     )
+    return msgspec.structs.replace(profile, is_command=source.command_template is not None)
 
 
 class TrialBackend(Protocol):
@@ -355,8 +361,18 @@ class TrialBackend(Protocol):
         """Start a trial and return its handle."""
 
 
+def _num_command_rounds(num_precisions: int, opened: OpenedWorkload) -> int:
+    """Return the number of rounds of a command, whose start may take minutes: one at least."""
+    num_in_time = COMMAND_SECONDS / max(1.0, num_precisions * opened.description.build_seconds)
+    return max(1, min(NUM_ROUNDS, int(num_in_time)))
+
+
 def time_in_turns(
-    backend: TrialBackend, trials: Mapping[Precision, Trial], num_batches: int, progress: Progress
+    backend: TrialBackend,
+    trials: Mapping[Precision, Trial],
+    num_batches: int,
+    progress: Progress,
+    num_rounds: int = NUM_ROUNDS,
 ) -> dict[Precision, list[Outcome]]:
     """Run every precision once per round, each in its own process on the same batches, and return the outcomes.
 
@@ -365,7 +381,7 @@ def time_in_turns(
     """
     progress.phase(f"timing {', '.join(trials)} in turns on the same batches")
     outcomes: dict[Precision, list[Outcome]] = {precision: [] for precision in trials}
-    num_rounds, numbers = min(NUM_ROUNDS, num_batches), itertools.count(1)
+    num_rounds, numbers = min(num_rounds, num_batches), itertools.count(1)
     for round_index in range(num_rounds):
         num_steps = num_batches // num_rounds + (round_index < num_batches % num_rounds)
         names = _remaining_precisions(outcomes)
@@ -438,15 +454,33 @@ def space_at_batch_size(size: int | None, opened: OpenedWorkload, precisions: tu
     """Return the search space at the given batch size, or at the user's own batch size and accumulation steps."""
     if size is None and opened.description.batch_size is None:
         size = ASSUMED_BATCH_SIZE
+    reason = opened.description.unsettable.get("batch_size")
+    if size is not None and size != opened.description.batch_size and reason is not None:
+        raise InvalidRequestError(
+            f"--batch-size is {size}, which cannot be set: {reason}.",
+            "Write {batch_size=N} where the command takes it, or leave --batch-size out.",
+        )
     overrides: dict[str, Any] = {} if size is None else {"baseline": ("fp32", size), "effective_batch_size": "free"}
     return build_space(
         opened.hardware, opened.description, SearchOptions.from_user(precision=precisions, try_="none", **overrides)
     )
 
 
+def command_notes(source: Source, opened: OpenedWorkload) -> list[str]:
+    """Return notes on what the steps of a command do not show; empty for a Workload."""
+    if source.command_template is None:
+        return []
+    num_ranks = opened.description.num_ranks
+    return [
+        "The command's first steps were observed: later steps, evaluations and checkpoints are not known.",
+        *([f"Of {num_ranks} ranks rank 0 was examined."] if num_ranks > 1 else []),
+    ]
+
+
 def excluded_reasons(space: Space) -> dict[Precision, str]:
     """Return the precisions that cannot run at the space's batch size, with the reason."""
-    return {e.precision: e.reason for e in space.excluded if (e.batch_size or 0) <= space.baseline.batch_size}
+    runnable = {c.precision for c in space.candidates if c.batch_size == space.baseline.batch_size}
+    return {e.precision: e.reason for e in space.excluded if e.precision not in runnable}
 
 
 def _trial(precision: Precision, space: Space, opened: OpenedWorkload) -> Trial:

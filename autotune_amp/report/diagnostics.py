@@ -104,12 +104,14 @@ def _print_finding(finding: Finding, console: Console) -> None:
 
 def _scope_lines(report: CheckReport) -> list[tuple[str, str]]:
     files = count(len(report.files), "file")
-    step = f"one fp32 step of {count(report.batch_size, 'sample')} on the CPU: {count(report.num_calls, 'call')}"
+    where = "the CPU" if report.recorded_on == "cpu" else report.recorded_on
+    step = f"one fp32 step of {count(report.batch_size, 'sample')} on {where}: {count(report.num_calls, 'call')}"
     lines = [("checked", f"{step} in {count(report.num_modules, 'module')}; {files} of yours read")]
     if report.unread:
         names = ", ".join(map(one_line, report.unread[:3]))
         lines.append(("note", f"The source of {names}{' and others' * (len(report.unread) > 3)} could not be read."))
     if report.problem is not None:
         lines.append(("warning", f"The recording ended early: {one_line(report.problem)}"))
+    lines += [("note", one_line(note)) for note in report.notes]
     limits = "Branches that this step did not take, and values that occur only later in training."
     return [*lines, ("not checked", limits)]

@@ -23,8 +23,10 @@ from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.outcome import Description
 from autotune_amp.core.recommendation import Fingerprint, write_atomically
 from autotune_amp.fingerprint import file_digest, imported_names, user_modules
+from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.source import Source, folder_name
 from autotune_amp.search.space import Space
+from autotune_amp.search.storage.folder import StudyFolder
 
 if TYPE_CHECKING:
     from autotune_amp.command.command import Command
@@ -227,6 +229,25 @@ class CommandSource(Source):
 
     def leftovers(self) -> tuple[str, ...]:  # noqa: D102 - see Source
         return self.command.leftovers()
+
+    @contextlib.contextmanager
+    def keeping_leftovers(self) -> Iterator[None]:
+        """Move the files that trials write in this context to the study folder of a search with default options.
+
+        A new folder without such files is removed. Raises `StudyError` if a search runs in the folder, or if it cannot
+        be used.
+        """
+        from autotune_amp.command.command import KEPT_LIST
+
+        with StudyFolder(SearchOptions().out, self.name) as folder:
+            self.command.keep_in(folder.path)
+            try:
+                yield
+            finally:
+                if not self.leftovers():
+                    (folder.path / KEPT_LIST).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it holds studies
+            folder.path.parent.rmdir()
 
     def fingerprint_by_child(
         self, options: dict[str, Any], identity: DeviceIdentity, backend: Backend, state: dict[str, Any]

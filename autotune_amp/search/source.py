@@ -113,6 +113,11 @@ class Source:
         """Return sentences about files that trials wrote, and where they were moved."""
         return ()
 
+    @contextmanager
+    def keeping_leftovers(self) -> Iterator[None]:
+        """Move the files that trials write in this context to a folder, if the source is a command."""
+        yield
+
     def num_threads(self) -> int | None:
         """Return the number of CPU threads for trials; None leaves it to the workload's code."""
         return None
@@ -235,16 +240,9 @@ class OpenedWorkload(NamedTuple):
 
 
 @contextmanager
-def loaded_backend(
-    source: Source, watcher: ProgressWatcher, seconds: float, *, hidden: str, next_step: str
-) -> Iterator[WorkloadBackend]:
-    """Load the workload within `seconds` and yield its backend, to profile or record a training step.
-
-    Raises `InvalidRequestError` for a command; `hidden` is the rest of the sentence "NAME is a command, whose ...".
-    """
-    with source.backend(watcher) as backend:
-        if "profile" not in backend.abilities:
-            raise InvalidRequestError(f"{source.name} is a command, whose {hidden}.", next_step)
+def loaded_backend(source: Source, watcher: ProgressWatcher, seconds: float) -> Iterator[WorkloadBackend]:
+    """Load the workload within `seconds` and yield its backend, for a diagnosis without a search."""
+    with source.keeping_leftovers(), source.backend(watcher) as backend:
         watcher.phase("loading the workload")
         backend.load(seconds)
         yield backend

@@ -83,7 +83,7 @@ def test_a_workload_that_does_not_run_in_fp32_either_is_an_error() -> None:
 def test_a_dataset_too_small_for_larger_batches_is_profiled_at_its_own() -> None:
     excluded: list[tuple[Precision, int | None]] = [("fp16", None), ("fp32", 128), ("bf16", 32)]
     space = Space(
-        candidates=(),
+        candidates=(Setting(precision="fp32", batch_size=32),),
         baseline=Setting(precision="fp32", batch_size=32),
         excluded=tuple(Exclusion(precision=p, batch_size=size, reason="too small") for p, size in excluded),
     )

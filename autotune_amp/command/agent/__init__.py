@@ -20,10 +20,11 @@ def arm(settings_text: str) -> None:
 
     `settings_text` is a JSON object. ``socket``: path of the parent's socket; ``folder``: the trial's own folder;
     ``guard``: arguments of `guard.arm`, if existing files are guarded; ``observes``: false to patch nothing for
-    observing; ``frozen``: settings of `frozen.GradientRecorder`, which replaces optimizer steps; ``outside``: values to
-    set without a placeholder; ``seed``: of the random number generators; ``overlay``: edited copies to run in place of
-    files; ``sites``: whether to report the calls in the user's code that made training objects. Without a socket this
-    is the real training run: see `real`.
+    observing; ``frozen``: settings of `frozen.GradientRecorder`, which replaces optimizer steps; ``diagnosis``:
+    settings of `diagnosis.StepDiagnosis`, which examines some steps; ``outside``: values to set without a placeholder;
+    ``seed``: of the random number generators; ``overlay``: edited copies to run in place of files; ``sites``: whether
+    to report the calls in the user's code that made training objects. Without a socket this is the real training run:
+    see `real`.
     """
     from .channel import Channel
     from .imports import after_import

@@ -61,6 +61,11 @@ class Channel:
                 self._socket.shutdown(socket.SHUT_RD)
             self._thread.join(1.0)
 
+    def wait_for_end(self) -> None:
+        """Wait until the parent ends this process or closes the connection, which ends it too."""
+        while True:
+            time.sleep(1.0)
+
     def shield(self, action: Callable[..., Any]) -> Callable[..., Any]:
         """Return `action` wrapped so that it raises nothing into the user's program: its errors are sent to
         the parent.

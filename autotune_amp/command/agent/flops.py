@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,6 +63,11 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
             return "torch has no formula for " + ", ".join(sorted(self.uncounted))
         return None if self.flops else "it ran no operation that torch's counter supports"
 
+    @property
+    def total(self) -> int | None:
+        """Return the number of all operations; None if there is a `problem`."""
+        return None if self.problem else self.flops
+
 
 def _may_multiply(func: Any, result: Any) -> bool:
     """Whether an operator without a formula may hold matrix products: a recurrent layer, or a custom kernel that
@@ -75,16 +81,28 @@ def _may_multiply(func: Any, result: Any) -> bool:
     return is_floating and "quantize" not in name
 
 
+@contextmanager
+def counting_flops() -> Iterator[FlopCounter]:
+    """Count the floating-point operations of what runs in the context, which is not compiled."""
+    counter = FlopCounter()
+    with torch.compiler.set_stance("force_eager"), counter, warnings.catch_warnings():
+        # A compiled module warns of the hooks of all modules.
+        warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
+        yield counter
+
+
 def count_flops(step: Callable[[], object]) -> tuple[int | None, str | None]:
     """Run `step` without compiling and return its floating-point operations; None with the reason if they cannot be
     counted.
     """
-    counter = FlopCounter()
     try:
-        with torch.compiler.set_stance("force_eager"), counter, warnings.catch_warnings():
-            # A compiled module warns of the hooks of all modules.
-            warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
+        with counting_flops() as counter:
             step()
     except Exception as error:  # not every model supports a dispatch mode
-        return None, (str(error) or type(error).__name__).splitlines()[0]
-    return (None, counter.problem) if counter.problem else (counter.flops, None)
+        return None, error_line(error)
+    return counter.total, counter.problem
+
+
+def error_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its class if it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0]

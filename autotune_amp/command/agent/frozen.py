@@ -105,8 +105,7 @@ class GradientRecorder:
             parameter.grad = None  # optimizers leave parameters without a gradient unchanged
 
     def _has_low_weights(self, trained: list[Any]) -> bool:
-        modules = (reference() for reference in self._observer.modules.values())
-        used = (parameter for module in modules if module is not None for parameter in module.parameters())
+        used = (parameter for module in self._observer.live_modules() for parameter in module.parameters())
         return any(parameter.dtype in _HALF for parameter in (*trained, *used))
 
     def _write(self, path: str, parameters: list[Any], factor: float) -> list[int]:

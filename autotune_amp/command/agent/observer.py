@@ -34,9 +34,10 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
 
     ``seed``: of the random number generators. ``sample_dim``: dimension of a module's inputs along which samples are
     counted. ``frozen``: settings of a `GradientRecorder`, which writes the gradients to ``folder`` in place of taking
-    optimizer steps. ``observes``: false to report no steps. ``counts_flops``: whether to count the floating-point
-    operations of a step. ``sites``: whether to report the calls in the user's code that created the training's objects.
-    ``outside``: batch size, precision and accumulation to set by hooks.
+    optimizer steps. ``diagnosis``: settings of a `StepDiagnosis`. ``observes``: false to report no steps.
+    ``counts_flops``: whether to count the floating-point operations of a step. ``sites``: whether to report the calls
+    in the user's code that created the training's objects. ``outside``: batch size, precision and accumulation to set
+    by hooks.
     """
     _report_process(channel)
     if settings.get("seed") is not None:  # compared runs must draw the same numbers, even in an unseeded script
@@ -51,6 +52,10 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
         from .frozen import GradientRecorder
 
         observer.gradient_recorder = GradientRecorder(channel, observer, settings["folder"], settings["frozen"])
+    if settings.get("diagnosis"):
+        from .diagnosis import StepDiagnosis
+
+        observer.diagnosis = StepDiagnosis(channel, observer, settings["diagnosis"])
     if settings.get("observes", True):
         observer.watch()
     if settings.get("sites"):
@@ -77,6 +82,7 @@ class Observer:
         self.counts_flops = False
         self._flop_counter: Any = None  # while it counts the second step of the first optimizer
         self._counted_before: tuple[int, int] = 0, 0  # samples and positions that loaders had yielded then
+        self.diagnosis: Any = None  # if set, a `StepDiagnosis`
         self.num_steps = 0
         self._optimizers: list[Any] = []  # weak references, in the order of their first steps
         self._num_steps_of: list[int] = []  # by index of the optimizer
@@ -148,11 +154,21 @@ class Observer:
         self._report_optimizer(optimizer)
         return len(self._optimizers) - 1
 
+    def live_optimizers(self) -> list[Any]:
+        """Return the optimizers that have taken a step and still exist, in the order of their first steps."""
+        return [optimizer for optimizer in (reference() for reference in self._optimizers) if optimizer is not None]
+
+    def live_modules(self) -> list[Any]:
+        """Return the outermost modules that have run in training and still exist."""
+        return [module for module in (reference() for reference in self.modules.values()) if module is not None]
+
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._is_in_step():
             self._num_nested += 1  # a subclass that calls its parent's step takes one step, not two
             return None
         self._running_step_frame, self._num_nested = _step_frame(), 0
+        if self.diagnosis is not None:
+            return self.diagnosis.before_step(optimizer, args, kwargs)
         recorder = self.gradient_recorder
         return None if recorder is None else recorder.record_in_place_of_step(optimizer, args, kwargs)
 
@@ -220,6 +236,8 @@ class Observer:
         if self.counts_flops and index == 0:
             self._count_flops(self._num_steps_of[0])
         self.passes.overhead_seconds += time.perf_counter() - began
+        if self.diagnosis is not None:
+            self.diagnosis.after_step(index, self._num_steps_of, step)
 
     def _count_flops(self, num_steps: int) -> None:
         """Count the floating-point operations of the first optimizer's second step, which is part of the warm-up and
@@ -255,7 +273,7 @@ class Observer:
     def _report_steps(self) -> None:
         """Synchronize the device, read losses and memory, and report the pending steps."""
         last = self._pending[-1]
-        last.update(self._memory_fields())
+        last.update(self.memory_fields())
         if self._device.type != "cpu":
             getattr(torch, self._device.type).synchronize(*self._device_arguments)
             last["time"] = time.monotonic()
@@ -284,7 +302,8 @@ class Observer:
         if self._optimizers and self._device.type == "cpu":
             self._peak_bytes = _peak_resident_bytes()
 
-    def _memory_fields(self) -> dict[str, Any]:
+    def memory_fields(self) -> dict[str, Any]:
+        """Return the fields of `Step` on memory: peaks of this process so far, in bytes."""
         if self._device.type == "cpu":
             if self.num_steps <= NUM_STEPS_SENT_AT_ONCE:
                 self._update_peak_memory()
@@ -303,8 +322,7 @@ class Observer:
         self._optimizers.append(weakref.ref(optimizer))
         self._num_steps_of.append(0)
         self._device = next((p.device for p in parameters if p.device.type != "cpu"), self._device)
-        modules = [module for module in (reference() for reference in self.modules.values()) if module is not None]
-        untrained = {id(p): p for module in modules for p in module.parameters() if not p.requires_grad}
+        untrained = {id(p): p for module in self.live_modules() for p in module.parameters() if not p.requires_grad}
         self.channel.send(
             "optimizer",
             index=len(self._optimizers) - 1,

@@ -37,6 +37,7 @@ class PassRecorder:
         self.overhead_seconds = 0.0
         self.sample_dim = 0  # dimension of a module's inputs along which samples are counted
         self.on_outermost: list[Any] = []  # called with each outermost module, before its forward
+        self.on_loss: list[Any] = []  # called with each loss, unscaled, before its backward pass
         self._channel = channel
         self._losses: list[Any] = []
         self._is_loss_recorded = False  # whether GradScaler.scale has recorded the loss of the next backward pass
@@ -103,15 +104,20 @@ class PassRecorder:
 
     def _record_unscaled_loss(self, outputs: Any) -> None:
         if isinstance(outputs, torch.Tensor) and outputs.numel() == 1:
-            self._losses.append(_readable_later(outputs))
+            self._record_loss(outputs)
             self._is_loss_recorded = True
+
+    def _record_loss(self, loss: Any) -> None:
+        for action in self.on_loss:
+            action(loss)
+        self._losses.append(_readable_later(loss))
 
     def _record_backward(self, tensors: Any) -> None:
         began = time.perf_counter()
         self.num_backward += 1
         first = tensors[0] if isinstance(tensors, (tuple, list)) else tensors
         if not self._is_loss_recorded and isinstance(first, torch.Tensor) and first.numel() == 1:
-            self._losses.append(_readable_later(first))
+            self._record_loss(first)
         self._is_loss_recorded = False
         if self.num_backward == MAX_BACKWARD_WITHOUT_STEP and not self.has_stepped:
             self._channel.send("unstepped", num_backward=self.num_backward)

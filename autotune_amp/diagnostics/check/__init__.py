@@ -1,8 +1,8 @@
-"""Check of a workload for code that breaks or hurts under autocast, without the device.
+"""Check of a workload or a training command for code that breaks or hurts under autocast, without the device.
 
-One fp32 step is recorded on the CPU, and your own files are read. Each finding names the rule, the module, file and
-line, the reason, and the line that fixes it. No GPU is needed: each call of the step is repeated on tensors without
-data under the device's own autocast, as the installed torch implements it.
+One fp32 step is recorded on the CPU (of a command where it trains), and your own files are read. Each finding names the
+rule, the module, file and line, the reason, and the line that fixes it. No GPU is needed: each call of the step is
+repeated on tensors without data under the device's own autocast, as the installed torch implements it.
 
 Code that will break: `binary_cross_entropy` on probabilities (CUDA raises); constants past 65504, as in
 `masked_fill(-1e9)`; `autograd.Function` without `custom_fwd`; operands of two precisions; operations without kernels
@@ -14,7 +14,7 @@ clipping before `unscale_`, a `GradScaler` under bf16; `torch.cuda.amp`, sizes t
 a loss in half precision, bf16 or float64 weights.
 
 The exit code is 4 if something will break, else 0, so the check can run in a CI job; `--json` prints one document. In
-Python: `check_workload(workload, device="cuda")`. The check does not see branches that the step does not take, nor
-values that only arise in training; the fidelity check covers those. It finds nothing on the 29 healthy workloads of
-`studies/fidelity` and on its held-out ones.
+Python: `check_workload(workload, device="cuda")`, where `workload` may be a `CommandTemplate`. The check does not see
+branches that the step does not take, nor values that only arise in training; the fidelity check covers those. It finds
+nothing on the 29 healthy workloads of `studies/fidelity` and on its held-out ones.
 """

@@ -35,9 +35,13 @@ def run_workload_check(
         )
     watcher = ProgressWatcher(progress, Budget(math.inf))
     progress.work_started(None)
-    hidden = "steps cannot be recorded"
-    next_step = "Give a Workload, or search the command: its trials show what breaks."
-    with loaded_backend(source, watcher, DEADLINE_SECONDS, hidden=hidden, next_step=next_step) as backend:
+    command = source.command_template
+    if command is not None and batch_size is not None and "batch_size" not in command.placeholders:
+        raise InvalidRequestError(
+            f"batch_size is {batch_size}, but the command has no {{batch_size}}.",
+            "Write {batch_size=N} where the command takes it, or leave --batch-size out.",
+        )
+    with loaded_backend(source, watcher, DEADLINE_SECONDS) as backend:
         opened = backend.open("cpu", source.num_threads(), DEADLINE_SECONDS)
         watcher.phase(f"recording one fp32 step for {autocast_device}")
         job = WorkloadCheckJob(
@@ -49,7 +53,7 @@ def run_workload_check(
             deadline_seconds=DEADLINE_SECONDS,
         )
         report = backend.submit(job).result()
-        if isinstance(report, Failure) and report.kind == "crash":
+        if isinstance(report, Failure) and report.kind == "crash" and command is None:
             watcher.phase("running the step without recording it")
             unrecorded = backend.submit(msgspec.structs.replace(job, is_recorded=False)).result()
             if not isinstance(unrecorded, Failure):
@@ -59,6 +63,12 @@ def run_workload_check(
                     "precision without recording.",
                 )
             report = unrecorded
+        leftovers = source.leftovers()
+    if isinstance(report, Failure) and command is not None:
+        raise WorkloadError(
+            f"The command fails: {report.kind}: {report.message}.\n{report.details or ''}".rstrip(),
+            "Run the command by itself, and fix what it raises.",
+        )
     if isinstance(report, Failure):
         if report.kind == "workload_error":
             raise WorkloadError(*failure_message(report))
@@ -66,4 +76,6 @@ def run_workload_check(
             f"One step of the workload fails on the CPU: {report.kind}: {report.message}.",
             "Run one fp32 step on the CPU by itself, with a smaller batch if need be, and fix what it raises.",
         )
-    return report
+    if command is None:
+        return report
+    return msgspec.structs.replace(report, workload=source.name, notes=(*report.notes, *leftovers))

@@ -100,7 +100,7 @@ def report_on(
         batch = next(stream)
     sources, unread = reading.parse_sources(_user_code(source, workload, model))
     findings = [finding for source in sources for finding in reading.source_findings(source)]
-    findings += _weight_findings(model, device, sources, (workload.model, workload.build, source))
+    findings += weight_findings(model, device, sources, (workload.model, workload.build, source))
     recorder = StepRecorder(model, device, on_progress)
     problem = None
     try:
@@ -136,7 +136,7 @@ def _user_code(source: Any, workload: Workload, model: nn.Module) -> list[Any]:
     ]
 
 
-def _weight_findings(
+def weight_findings(
     model: nn.Module, device: AutocastDevice, sources: Sequence[reading.SourceText], makers: Sequence[Any]
 ) -> Iterator[Finding]:
     """Yield a finding for complex trained weights, and one for each dtype of trained weights other than fp32."""

@@ -57,6 +57,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     `num_calls` is the number of torch functions that the recorded step of `batch_size` samples called, `num_modules`
     that of the modules that ran. `files` are the user's files that were read, `unread` the classes and functions
     without source. `problem` is the error that ended the recording early although the step works unrecorded, or None.
+    The step ran on a device of type `recorded_on`.
     """
 
     format: int = FORMAT
@@ -69,6 +70,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     files: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     problem: str | None = None
+    recorded_on: str = "cpu"
+    notes: tuple[str, ...] = ()
 
     @property
     def will_break(self) -> bool:
@@ -89,6 +92,7 @@ class WorkloadCheckJob(Job[CheckReport], frozen=True, kw_only=True):
 
     answer: ClassVar[Any] = CheckReport
     work: ClassVar[str] = "autotune_amp.diagnostics.check.child:check"
+    command_work: ClassVar[str | None] = "autotune_amp.diagnostics.check.command_step:check_command"
 
     autocast_device: AutocastDevice
     batch_size: int | None = None

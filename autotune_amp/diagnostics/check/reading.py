@@ -12,6 +12,7 @@ import functools
 import inspect
 import linecache
 import re
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -82,6 +83,20 @@ def parse_sources(objects: Iterable[Any]) -> tuple[list[SourceText], tuple[str, 
         else:
             sources[source.file] = source
     return list(sources.values()), tuple(unread)
+
+
+def parse_program() -> list[SourceText]:
+    """Return the parsed files of the running program and of the modules that it imported, without installed ones and
+    those that torch.compile has written.
+    """
+    modules = [
+        module
+        for name, module in tuple(sys.modules.items())
+        if not getattr(module, "__name__", name).startswith("torch.")
+    ]
+    files = dict.fromkeys(getattr(module, "__file__", None) for module in modules)
+    sources = [_parse(file) for file in files if file and file.endswith(".py") and not _is_installed(file)]
+    return [source for source in sources if source is not None]
 
 
 def source_findings(source: SourceText) -> Iterator[Finding]:

@@ -1,9 +1,9 @@
-"""Records one fp32 step on the CPU, and repeats each call on tensors without data under the device's autocast.
+"""Records one fp32 step, and repeats each call on tensors without data under the device's autocast.
 
 Each tensor of the step has a shadow: a fake tensor on the device, with the dtype that the tensor would have there. The
 autocast of the installed torch decides which operations run in half precision, which in fp32, and which raise. The step
-itself stays in fp32 on the CPU, whatever its code asks for, but its code sees the dtype of the shadow, so that it takes
-the same branches as on the device.
+itself stays in fp32 where its model is, a Workload's on the CPU, whatever its code asks for, but its code sees the
+dtype of the shadow, so that it takes the same branches as on the device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -51,12 +51,8 @@ _HALF_UNDER_AUTOCAST: Final = {"lstm", "gru", "rnn_tanh", "rnn_relu", "multi_hea
 _MIXED, _NO_KERNEL = "the same dtypes are wanted", "not implemented for 'Half'"  # as the rules' patterns match them
 _DTYPES = re.compile(r"dtype|scalar type|Half|float|not implemented for", re.IGNORECASE)
 _DEVICE = re.compile(r"(cuda|mps|xpu)(:\d+)?")
-# Replacements for tensor methods, by name, that keep the recorded step in fp32 on the CPU.
-_CPU_METHODS: Final[dict[str, Callable[..., Any]]] = {
-    "half": Tensor.float,
-    "bfloat16": Tensor.float,
-    "cuda": lambda tensor, *_, **__: tensor,
-}
+# Replacements for tensor methods, by name, that keep the recorded step in fp32.
+_FP32_METHODS: Final[dict[str, Callable[..., Any]]] = {"half": Tensor.float, "bfloat16": Tensor.float}
 
 
 class _Shadow(NamedTuple):
@@ -83,6 +79,7 @@ class StepRecorder(TorchFunctionMode):
         self.num_calls = 0
         self.modules_run: set[str] = set()
         self._device = device
+        self._is_on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
         self._names = {module: name for name, module in modules_by_name(model).items()}
         self._module_stack: list[str] = []
         # Dtypes of the nested autocasts that the step has entered, the innermost last; None for a disabled one.
@@ -171,11 +168,13 @@ class StepRecorder(TorchFunctionMode):
             self._on_progress(
                 f"{self.num_calls:,} calls recorded, now in {(self._module_stack or [''])[-1] or 'the step itself'}"
             )
-        cpu_func = _CPU_METHODS.get(name, func)
+        recorded_func = _FP32_METHODS.get(name, func)
+        if name == "cuda" and self._is_on_cpu:
+            recorded_func = _unmoved
         self._is_in_call, was_in_call = True, self._is_in_call
         try:
             with self._autocast_set_to(None):
-                result = cpu_func(*_arguments_on_cpu(args), **_arguments_on_cpu(kwargs))
+                result = recorded_func(*self._as_recorded(args), **self._as_recorded(kwargs))
         finally:
             self._is_in_call = was_in_call
         if name in CAST_METHODS and any(result is leaf for leaf in args):
@@ -184,6 +183,14 @@ class StepRecorder(TorchFunctionMode):
         if outputs or name in ("__setitem__", "allclose"):
             self._record_call(name, func, args, kwargs, outputs)
         return result
+
+    def _as_recorded(self, arguments: Any) -> Any:
+        """Return the arguments with fp32 in place of half-precision dtypes and, if the step runs on the CPU, with the
+        CPU in place of other devices.
+        """
+        leaf_as_recorded = partial(_leaf_as_recorded, is_on_cpu=self._is_on_cpu)
+        changed = [leaf for leaf in tree_leaves(arguments) if leaf_as_recorded(leaf) is not leaf]
+        return tree_map(leaf_as_recorded, arguments) if changed else arguments
 
     def _record_call(self, name: str, func: Any, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> None:
         """Repeat a call on the shadows, give its `outputs` shadows, and add the findings of the call."""
@@ -343,8 +350,7 @@ class StepRecorder(TorchFunctionMode):
         return init
 
     def _enter_autocast(self, context: Any) -> Any:
-        dtype_before_recording = context.fast_dtype if context._enabled else None
-        dtype = self._requested_dtypes.get(id(context), dtype_before_recording)
+        dtype = self._region_dtype(context)
         if dtype is not None and self._autocast_dtypes[-1] is not None and not _restores_autocast(sys._getframe(2)):
             location = self._user_location()
             self.findings.append(
@@ -353,6 +359,11 @@ class StepRecorder(TorchFunctionMode):
         self._autocast_dtypes.append(dtype)
         self._apply_innermost_autocast()
         return context
+
+    def _region_dtype(self, context: Any) -> torch.dtype | None:
+        """Return the dtype that an autocast asks for, None for a disabled one."""
+        dtype_before_recording = context.fast_dtype if context._enabled else None
+        return self._requested_dtypes.get(id(context), dtype_before_recording)
 
     def _leave_autocast(self) -> None:
         self._autocast_dtypes.pop()
@@ -523,10 +534,9 @@ def _is_library_file(file: str) -> bool:
     return file.startswith(_STDLIB) and not file.startswith(_PACKAGES)
 
 
-def _arguments_on_cpu(arguments: Any) -> Any:
-    """Return the arguments with fp32 in place of half-precision dtypes, and the CPU in place of other devices."""
-    changed = [leaf for leaf in tree_leaves(arguments) if _leaf_on_cpu(leaf) is not leaf]
-    return tree_map(_leaf_on_cpu, arguments) if changed else arguments
+def _unmoved(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Return the tensor, in place of a copy of it on a GPU."""
+    return tensor
 
 
 def _leaf_in_fp32(leaf: Any) -> Any:
@@ -534,9 +544,10 @@ def _leaf_in_fp32(leaf: Any) -> Any:
     return leaf.to(torch.float32, copy=True) if is_lower else leaf
 
 
-def _leaf_on_cpu(leaf: Any) -> Any:
+def _leaf_as_recorded(leaf: Any, *, is_on_cpu: bool) -> Any:
+    """Return fp32 for a half-precision dtype and, if the step `is_on_cpu`, the CPU for a device; else the leaf."""
     if isinstance(leaf, torch.dtype) and leaf in HALF_DTYPES:
         return torch.float32
-    if isinstance(leaf, torch.device) and leaf.type != "cpu":
+    if isinstance(leaf, torch.device) and leaf.type != "cpu" and is_on_cpu:
         return torch.device("cpu")
-    return "cpu" if isinstance(leaf, str) and _DEVICE.fullmatch(leaf) else leaf
+    return "cpu" if is_on_cpu and isinstance(leaf, str) and _DEVICE.fullmatch(leaf) else leaf

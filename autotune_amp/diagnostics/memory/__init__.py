@@ -8,5 +8,6 @@ device holds, until one is near the limit, fits M(b) = max(m0, m1 + m2·b) to th
 batch that fits, the error at the nearest size of the model fitted to the others, and the batch with that error allowed
 for. Savings are ranked by their bytes: another precision as measured, checkpointed blocks, optimizer state, half the
 batch. On CUDA `--snapshot FILE` writes PyTorch's own memory snapshot of the step. `--json` prints one document. On a
-CPU "the rest" includes the code and heap that a first step loads.
+CPU "the rest" includes the code and heap that a first step loads; for a training command (`memory -- COMMAND`) the
+peak is that of the whole process, which includes Python, libraries and data.
 """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,11 +18,13 @@ from autotune_amp.core.job import Phase, Tell
 from autotune_amp.core.outcome import Failure
 from autotune_amp.diagnostics.memory.results import MemoryBreakdown, MemoryJob, ModuleActivations
 from autotune_amp.dimensions.activation_checkpointing import ACTIVATION_CHECKPOINTING, repeated_blocks
+from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.numerics.accumulation import batch_tensors
 from autotune_amp.precision.forward_wrapper import can_be_wrapped, modules_by_name
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.judge import RunEvidence, judge
+from autotune_amp.trial.observed_steps import ObservedTraining, StepEvent
 from autotune_amp.trial.step_profile.child import warm_up
 from autotune_amp.trial.training import BaseTraining, make_training
 from autotune_amp.trial.worker import prepare_process, run_guarded
@@ -61,6 +63,39 @@ def _measure(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdown |
         return meter.breakdown(taken_bytes, None if training.device.type == "cpu" else peak_bytes)
 
 
+def measure_command_memory(
+    training: ObservedTraining, spec: MemoryJob
+) -> Generator[StepEvent, None, MemoryBreakdown | Failure]:
+    """Measure the memory of the next step of a training command by kind, in its own process.
+
+    The peak is that of the steps so far. Return a `Failure` if it exceeds the limit.
+    """
+    taken_bytes = training.peak_bytes if training.reserved_bytes is None else training.reserved_bytes
+    evidence = RunEvidence(memory_bytes=taken_bytes, memory_limit_bytes=spec.trial.memory_limit_bytes)
+    if failure := judge(evidence):
+        return failure
+    meter, is_new_pass = StepMemoryMeter(training), True
+
+    def begin_pass(inputs: Sequence[Tensor]) -> None:
+        nonlocal is_new_pass
+        if is_new_pass:
+            meter.begin_pass()
+            is_new_pass = False
+        meter.add_batch(tensor for tensor in inputs if not tensor.requires_grad)  # else another module's output
+
+    def end_pass(_: Tensor) -> None:
+        nonlocal is_new_pass
+        is_new_pass = True
+
+    with (
+        torch.compiler.set_stance("force_eager"),
+        meter.hooks(),
+        training.calling(before_forward=begin_pass, before_backward=end_pass),
+    ):
+        yield "after step"
+    return meter.breakdown(taken_bytes, None if training.reserved_bytes is None else training.peak_bytes)
+
+
 def _run_step(training: BaseTraining, meter: StepMemoryMeter | None = None) -> None:
     """Run one optimizer step, inspected by `meter`; its last pass uses the largest batch, if that is known."""
     num_passes = min(training.spec.candidate.accumulation_steps, MAX_INSPECTED_PASSES)
@@ -88,9 +123,11 @@ def snapshot(path: str) -> Iterator[None]:
 
 
 def storage_bytes(tensors_: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of each storage of these tensors, by address; for a sparse tensor those of its parts."""
+    """Return the bytes of each storage of these tensors, by address; for a sparse tensor those of its parts, for one
+    that is distributed over ranks (FSDP2) those of this rank.
+    """
     bytes_by_address: dict[int, int] = {}
-    for tensor in tensors_:
+    for tensor in map(_local_part, tensors_):
         if tensor.layout == torch.sparse_coo:
             bytes_by_address |= storage_bytes((tensor._indices(), tensor._values()))
         elif tensor.layout == torch.strided:
@@ -98,6 +135,11 @@ def storage_bytes(tensors_: Iterable[Tensor]) -> dict[int, int]:
             bytes_by_address[storage.data_ptr()] = storage.nbytes()
     bytes_by_address.pop(0, None)  # storage without memory
     return bytes_by_address
+
+
+def _local_part(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
@@ -118,10 +160,26 @@ class _SavedTensor:
         self._on_release()
 
 
+class _MeteredTraining(Protocol):
+    """Interface of a training whose steps are measured."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the model, or a container of all models."""
+
+    @property
+    def live(self) -> LiveTraining:
+        """Return the models and optimizers."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the training."""
+
+
 class StepMemoryMeter:
     """Measures the memory held during one optimizer step, by kind. The optimizers must have made their state before."""
 
-    def __init__(self, training: BaseTraining) -> None:
+    def __init__(self, training: _MeteredTraining) -> None:
         self._live = training.live
         self._device_type = training.device.type
         self._modules = modules_by_name(training.model)
@@ -131,6 +189,7 @@ class StepMemoryMeter:
         state = self._storage_bytes(state_tensors(self._live.optimizers))
         self._optimizer_state = _excluding(state, {**self._parameters, **self._buffers})
         self._batch: dict[int, int] = {}
+        self._batch_tensors: dict[int, Tensor] = {}  # by id
         self._batch_bytes = 0
         self._gradients: dict[int, int] = {}  # per parameter, by its id
         self._casts = _CastTracker(self._parameters, self._storage_bytes(self._trainable).keys())
@@ -145,11 +204,27 @@ class StepMemoryMeter:
     @contextmanager
     def inspecting(self, batch: Any) -> Iterator[None]:
         """Inspect the forward and backward pass in this context; `batch` is on the device."""
-        of_batch = [tensor for _, tensor in batch_tensors(batch)]
-        self._batch = _excluding(self._storage_bytes(of_batch), self._parameters)
-        # The batch may be a view of a whole dataset.
-        self._batch_bytes = min(sum(self._batch.values()), sum(map(_num_bytes, of_batch)))
+        self.begin_pass()
+        self.add_batch([tensor for _, tensor in batch_tensors(batch)])
+        with self.hooks():
+            yield
+
+    def begin_pass(self) -> None:
+        """Begin a forward and backward pass: the activations that are reported are those of the latest one."""
+        self._batch, self._batch_tensors = {}, {}
         self._saved_by.clear()
+
+    def add_batch(self, tensors_: Iterable[Tensor]) -> None:
+        """Count these tensors, if they are on the device, as a part of the batch of this pass."""
+        self._batch_tensors |= {id(t): t for t in tensors_ if t.device.type == self._device_type}
+        storages = self._storage_bytes(self._batch_tensors.values())
+        self._batch = _excluding(storages, self._parameters)
+        # The batch may be a view of a whole dataset.
+        self._batch_bytes = min(sum(self._batch.values()), sum(map(_num_bytes, self._batch_tensors.values())))
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Inspect the passes in this context; each begins with `begin_pass`."""
         with ExitStack() as stack:
             # TorchScript modules accept no hooks: their memory counts for the module around them.
             for name, module in ((name, module) for name, module in self._modules.items() if can_be_wrapped(module)):
@@ -287,7 +362,8 @@ class _CastTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    return sum(storage_bytes((tensor,)).values()) if tensor.layout == torch.sparse_coo else tensor.nbytes
+    own = _local_part(tensor)
+    return sum(storage_bytes((own,)).values()) if own.layout == torch.sparse_coo else own.nbytes
 
 
 def _excluding(storages: Mapping[int, int], excluded: Mapping[int, int]) -> dict[int, int]:

@@ -28,6 +28,7 @@ from autotune_amp.diagnostics.memory.results import (
 )
 from autotune_amp.diagnostics.profile_amp import (
     assumed_size_notes,
+    command_notes,
     excluded_reasons,
     nothing_works_error,
     space_at_batch_size,
@@ -68,15 +69,26 @@ def run_memory_profile(
     clock = Budget(math.inf)
     watcher = ProgressWatcher(progress, clock)
     progress.work_started(None)
-    hidden = "tensors cannot be inspected"
-    advice = "Give a Workload, or search the command: it measures the peak of each precision and batch size."
-    with loaded_backend(source, watcher, clock.left(), hidden=hidden, next_step=advice) as backend:
-        opened = open_workload(backend, source, device, watcher, baseline_batch_size=batch_size or ASSUMED_BATCH_SIZE)
+    if snapshot is not None and source.command_template is not None:
+        raise InvalidRequestError(
+            "--snapshot needs a Workload: what runs in a command is ended before PyTorch's snapshot is written.",
+            "Leave --snapshot out: the memory by kind and by module is measured for a command too.",
+        )
+    with loaded_backend(source, watcher, clock.left()) as backend:
+        opened = open_workload(
+            backend,
+            source,
+            device,
+            watcher,
+            baseline_batch_size=batch_size or ASSUMED_BATCH_SIZE,
+            is_batch_free=source.command_template is None or fit is not None or batch_size is not None,
+        )
         progress.found_hardware(opened.hardware)
         requested = precisions or ("fp32", *MIXED_PRECISIONS)
         space = space_at_batch_size(batch_size, opened, requested)
         reasons = excluded_reasons(space) | ({} if precisions else _emulated_reasons(opened.hardware, requested))
         baseline = space.baseline
+        fixed_reason = opened.description.unsettable.get("batch_size")
 
         def measure(setting: Setting, snapshot_file: Path | None) -> MemoryResult:
             watcher.phase(f"measuring the memory of {setting.precision}, batch size {setting.batch_size}")
@@ -86,14 +98,16 @@ def run_memory_profile(
         runs: dict[Precision, PrecisionMemory] = {}
         for name in (name for name in requested if name not in reasons):
             is_recorded = any(isinstance(run.first, MemoryBreakdown) for run in runs.values())
-            runs[name] = measure_precision(
+            run = measure_precision(
                 Setting(precision=name, batch_size=baseline.batch_size, accumulation_steps=baseline.accumulation_steps),
                 measure,
-                limit_bytes,
+                limit_bytes if fixed_reason is None else None,
                 available_bytes=_memory_limit_bytes(opened),
                 num_samples=opened.description.num_samples,
                 snapshot_file=None if is_recorded else snapshot_file,
             )
+            runs[name] = run if fixed_reason is None else run._replace(problem=fixed_reason)
+        leftovers = source.leftovers()
     if not any(isinstance(run.first, MemoryBreakdown) for run in runs.values()):
         failures = {name: run.first for name, run in runs.items() if isinstance(run.first, Failure)}
         raise nothing_works_error(reasons, failures, "Fix the first error above, or give a smaller --batch-size.")
@@ -105,7 +119,7 @@ def run_memory_profile(
         accumulation_steps=baseline.accumulation_steps,
         rows=make_rows(requested, reasons, runs, baseline.batch_size, limit_bytes, opened.description.num_samples),
         limit_bytes=limit_bytes,
-        notes=_notes(batch_size, opened, limit_bytes),
+        notes=(*_notes(source, batch_size, opened, limit_bytes), *leftovers),
         snapshot=None if snapshot_file is None else str(snapshot_file),
     )
 
@@ -242,12 +256,15 @@ def _emulated_reasons(hardware: Hardware, requested: Sequence[Precision]) -> dic
     }
 
 
-def _notes(batch_size: int | None, opened: OpenedWorkload, limit_bytes: int | None) -> tuple[str, ...]:
+def _notes(source: Source, batch_size: int | None, opened: OpenedWorkload, limit_bytes: int | None) -> tuple[str, ...]:
     description, device = opened.description, opened.hardware.device
-    notes = assumed_size_notes(batch_size, description)
+    notes = [*assumed_size_notes(batch_size, description), *command_notes(source, opened)]
+    is_whole_process = source.command_template is not None and device == "cpu"
+    if is_whole_process:
+        notes.append("The peak is that of the command's whole process: Python, libraries and data are in the rest.")
     if description.sample_sizes is not None or description.has_worst_batch:
         notes.append("Samples differ in size: the batch that needs the most memory was measured.")
-    if limit_bytes is not None:
+    if limit_bytes is not None and not is_whole_process:
         overhead = "memory of Python and PyTorch's libraries" if device == "cpu" else "the device's context"
         notes.append(f"The limit covers the training step only: add {overhead}.")
     return tuple(notes)

@@ -39,10 +39,10 @@ class MemoryBreakdown(msgspec.Struct, frozen=True, kw_only=True, tag_field="outc
     order of the model, hold the activations: other tensors that the forward passes saved for the backward pass. The
     backward pass frees activations while gradients appear: `not_held_together_bytes` is the sum of both less their
     largest sum at one time. `taken_bytes` is the peak of an equal step that was not inspected: the memory that counts
-    against a limit, on a CPU the growth of the process, on an accelerator the memory reserved by the allocator; of this
-    `allocated_bytes` were in tensors at most, None on a CPU. Compiled models run without compiling during the
-    inspection. `optimizers` are the classes of the optimizers. `checkpointable_modules` are the repeated blocks that
-    could be recomputed in the backward pass, so that nothing inside them would be saved.
+    against a limit, on a CPU the growth of the process (of a command's the whole process), on an accelerator the memory
+    reserved by the allocator; of this `allocated_bytes` were in tensors at most, None on a CPU. Compiled models run
+    without compiling during the inspection. `optimizers` are the classes of the optimizers. `checkpointable_modules`
+    are the repeated blocks that could be recomputed in the backward pass, so that nothing inside them would be saved.
     """
 
     taken_bytes: int
@@ -82,6 +82,7 @@ class MemoryJob(Job[MemoryBreakdown], frozen=True, kw_only=True):
 
     answer: ClassVar[Any] = MemoryBreakdown
     work: ClassVar[str] = "autotune_amp.diagnostics.memory.child:measure_memory"
+    command_work: ClassVar[str | None] = "autotune_amp.diagnostics.memory.child:measure_command_memory"
 
     trial: Trial
     snapshot_file: str | None = None

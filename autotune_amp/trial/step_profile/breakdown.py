@@ -44,6 +44,7 @@ class ProfileJob(Job[Profiled], frozen=True, kw_only=True):
 
     answer: ClassVar[Any] = Profiled
     work: ClassVar[str] = "autotune_amp.trial.step_profile.child:profile"
+    command_work: ClassVar[str | None] = "autotune_amp.trial.step_profile.child:profile_command"
     what: ClassVar[Literal["profile"]] = "profile"
 
     trial: Trial

@@ -11,8 +11,8 @@ import time
 import warnings
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -24,7 +24,7 @@ import msgspec
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from autotune_amp.command.agent.flops import count_flops
+from autotune_amp.command.agent.flops import count_flops, counting_flops, error_line
 from autotune_amp.core.job import Phase, Tell
 from autotune_amp.core.outcome import Failure, Profiled, ProfiledStep, StepSplit
 from autotune_amp.core.precisions import Precision
@@ -34,6 +34,7 @@ from autotune_amp.trial.context import Context, LoopState, users_optimizers
 from autotune_amp.trial.failures import raise_if_failed
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
 from autotune_amp.trial.judge import MAX_SKIPS, RunEvidence, StepLosses
+from autotune_amp.trial.observed_steps import CLOSURE_MARK, ObservedTraining, StepEvent
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
 from autotune_amp.trial.timing import num_backoffs, raise_if_no_optimizer_step
 from autotune_amp.trial.training import BaseTraining, Training, make_training
@@ -68,8 +69,35 @@ def _profile(context: Context, spec: ProfileJob, tell: Tell) -> Profiled:
             split_problem=split_problem,
             flops_per_step=flops,
             flops_problem=flops_problem,
-            unfused_optimizer=unfused_optimizer(training),
+            unfused_optimizer=_unfused_optimizer(_optimizers_of(training)),
         )
+
+
+def profile_command(training: ObservedTraining, spec: ProfileJob) -> Generator[StepEvent, None, Profiled]:
+    """Profile the next steps of a training command by kind of operation, in its own process."""
+    precision, device = spec.trial.candidate.precision, training.device
+    flops = flops_problem = None
+    assert spec.trace_file is not None  # in a folder of the parent: this process is killed
+    with tracing(device, spec.trace_file) as trace:
+        for number in trace.step_numbers():
+            with record_function(step_mark(precision, number)):
+                yield "after step"
+                synchronize(device)
+    profile_split, split_problem = trace.split(precision)
+    try:
+        with counting_flops() as counter:
+            yield "after step"
+        flops, flops_problem = counter.total, counter.problem
+    except Exception as error:  # the script raised it in the counter's dispatch mode
+        flops_problem = error_line(error)
+    return Profiled(
+        device_type=device.type,
+        split=profile_split,
+        split_problem=split_problem,
+        flops_per_step=flops,
+        flops_problem=flops_problem,
+        unfused_optimizer=_unfused_optimizer(training.optimizers),
+    )
 
 
 def _next_window(training: BaseTraining) -> Window:
@@ -98,48 +126,77 @@ def warm_up(training: BaseTraining) -> None:
 
 def _trace_steps(training: BaseTraining, trace_file: str) -> tuple[StepSplit | None, str | None]:
     """Trace a few steps and divide them by kind of operation; None with the reason if no trace can be written."""
-    precision, device = training.spec.candidate.precision, training.device
+    precision = training.spec.candidate.precision
+    with tracing(training.device, trace_file) as trace:
+        for number in trace.step_numbers():
+            window = _next_window(training)  # outside of the step: a trial has timed the wait for data
+            with record_function(step_mark(precision, number)):
+                _step(training, window)
+                synchronize(training.device)
+    return trace.split(precision)
+
+
+class StepTrace:
+    """Trace of a few steps by torch.profiler, in the file `path` once the profiler has stopped."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.problem: str | None = None  # why there is no trace
+
+    def step_numbers(self) -> Iterator[int]:
+        """Yield the number of each step to trace, until enough were traced: 0 starts the profiler and is not used."""
+        least, most = NUM_PROFILED_STEPS
+        started = time.perf_counter()
+        for number in range(1 + most):
+            if number == 1:
+                started = time.perf_counter()
+            elif number > least and time.perf_counter() - started > PROFILED_SECONDS:
+                return
+            yield number
+
+    def split(self, precision: Precision) -> tuple[StepSplit | None, str | None]:
+        """Return the steps divided by kind of operation; None with the reason if no trace could be written."""
+        try:
+            trace = msgspec.json.decode(Path(self._path).read_bytes(), type=Trace)
+        except (OSError, msgspec.DecodeError) as error:  # with a full disk the file is missing or incomplete
+            return None, f"the profiler's trace could not be written ({self.problem or error})"
+        return split(trace, precision, range(1, 1 + NUM_PROFILED_STEPS[1])), None
+
+
+@contextmanager
+def tracing(device: torch.device, path: str) -> Iterator[StepTrace]:
+    """Run torch.profiler within the context, and write its trace to the file `path` at the end."""
     activities = [ProfilerActivity.CPU]
     if device.type in ("cuda", "xpu"):
         activities.append(getattr(ProfilerActivity, device.type.upper()))
-    least, most = NUM_PROFILED_STEPS
     os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_SILENT)
     # Otherwise CUPTI stays active, and slows later jobs of a kept process by a third (studies/real_card).
     os.environ.setdefault("TEARDOWN_CUPTI", "1")
-    started = time.perf_counter()
     # Ignore the advice to keep events beyond a cycle (acc_events). There is only one cycle, and kept events become
     # Python objects: for a Llama of 12 layers ten times the size of the trace itself.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning: Profiler clears events at the end of each cycle")
         profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         profiler.start()
+    trace = StepTrace(path)
     try:
-        for number in range(1 + most):
-            if number == 1:
-                started = time.perf_counter()
-            elif number > least and time.perf_counter() - started > PROFILED_SECONDS:
-                break
-            window = _next_window(training)  # outside of the step: a trial has timed the wait for data
-            with record_function(step_mark(precision, number)):
-                _step(training, window)
-                synchronize(device)
+        yield trace
     finally:
         profiler.stop()
     try:
-        profiler.export_chrome_trace(trace_file)
-        trace = msgspec.json.decode(Path(trace_file).read_bytes(), type=Trace)
-    except (OSError, msgspec.DecodeError) as error:  # with a full disk the file is missing or incomplete
-        return None, f"the profiler's trace could not be written ({error})"
-    return split(trace, precision, range(1, 1 + most)), None
+        profiler.export_chrome_trace(path)
+    except OSError as error:
+        trace.problem = str(error)
 
 
-def unfused_optimizer(training: BaseTraining) -> str | None:
-    """Return the class of the first optimizer that supports fused kernels but does not use them, or None."""
-    optimizers: list[torch.optim.Optimizer] = []
+def _optimizers_of(training: BaseTraining) -> list[torch.optim.Optimizer]:
     if isinstance(training.model, LoopState):
-        optimizers = list(training.model.optimizers.values())
-    elif isinstance(training, Training):
-        optimizers = list(users_optimizers(training.optimizer))
+        return list(training.model.optimizers.values())
+    return list(users_optimizers(training.optimizer)) if isinstance(training, Training) else []
+
+
+def _unfused_optimizer(optimizers: Iterable[torch.optim.Optimizer]) -> str | None:
+    """Return the class of the first optimizer that supports fused kernels but does not use them, or None."""
     for optimizer in optimizers:
         accepts = "fused" in inspect.signature(type(optimizer)).parameters
         if accepts and not any(group.get("fused") for group in optimizer.param_groups):
@@ -164,6 +221,8 @@ _FLOAT_TYPES = {*_LOW_TYPES, "float", "double"}
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 # torch annotates each optimizer step itself; the other annotation includes the work of the loss scaler.
 _OPTIMIZER_ANNOTATIONS = ("Optimizer.", f"{MARK} update")
+# torch annotates each wait for a batch: in a command's step, a trial has timed it.
+_LOADER_ANNOTATION = "enumerate(DataLoader)#"
 _SECONDS = 1e-6  # the unit of a trace is the microsecond
 _start = attrgetter("ts")  # start time of an event
 
@@ -217,6 +276,12 @@ def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> StepSpl
     by_name: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for step in marked:
         inside = spans[bisect_left(spans, step.ts, key=_start) : bisect_left(spans, step.end, key=_start)]
+        waits = _spans_of(inside, _LOADER_ANNOTATION)
+        inside = [
+            event if event.end <= step.end else msgspec.structs.replace(event, dur=step.end - event.ts)
+            for event in inside
+            if event.cat != "cpu_op" or not _is_within(event.ts, waits)
+        ]
         seconds: dict[str, float] = defaultdict(float)
         convolution_seconds = 0.0
         for kind, name, microseconds in (_on_device if has_kernels else _on_host)(inside, step, precision):
@@ -224,11 +289,11 @@ def split(trace: Trace, precision: Precision, numbers: Iterable[int]) -> StepSpl
             by_name[kind][name] += microseconds
             if kind == "matrix_products" and _CONVOLUTION.fullmatch(name):
                 convolution_seconds += microseconds * _SECONDS
-        busy = sum(end - start for start, end in _merge_spans(event for event in inside if event.cat in _KERNELS))
+        busy = _duration(_merge_spans(event for event in inside if event.cat in _KERNELS))
         steps.append(
             ProfiledStep(
                 operation_seconds=dict(seconds),
-                step_seconds=step.dur * _SECONDS,
+                step_seconds=(step.dur - _duration(waits)) * _SECONDS,
                 busy_seconds=busy * _SECONDS,
                 convolution_seconds=convolution_seconds,
             )
@@ -254,7 +319,8 @@ def _on_host(inside: Sequence[Event], step: Event, precision: Precision) -> Iter
     for node, kind in _with_kinds(inside, precision):
         if node.event.tid == step.tid and kind != "optimizer":  # not the threads of a loader
             yield kind, node.event.name, node.event.dur - sum(child.event.dur for child in node.children)
-    yield "optimizer", "optimizer", sum(end - start for start, end in _optimizer_spans(inside))
+    # A closure, which calls forward and backward, runs inside the optimizer's annotation.
+    yield "optimizer", "optimizer", _duration(_optimizer_spans(inside)) - _duration(_spans_of(inside, CLOSURE_MARK))
 
 
 def _on_device(inside: Sequence[Event], _: Event, precision: Precision) -> Iterator[tuple[Kind, str, float]]:
@@ -272,7 +338,19 @@ def _on_device(inside: Sequence[Event], _: Event, precision: Precision) -> Itera
 
 
 def _optimizer_spans(inside: Sequence[Event]) -> list[tuple[float, float]]:
-    return _merge_spans(e for e in inside if e.cat == "user_annotation" and e.name.startswith(_OPTIMIZER_ANNOTATIONS))
+    return _spans_of(inside, _OPTIMIZER_ANNOTATIONS)
+
+
+def _spans_of(events: Iterable[Event], annotation: str | tuple[str, ...]) -> list[tuple[float, float]]:
+    return _merge_spans(e for e in events if e.cat == "user_annotation" and e.name.startswith(annotation))
+
+
+def _is_within(time_: float, spans: Iterable[tuple[float, float]]) -> bool:
+    return any(start <= time_ < end for start, end in spans)
+
+
+def _duration(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in spans)
 
 
 @dataclass
@@ -292,7 +370,7 @@ class _Node:
 
 def _with_kinds(inside: Sequence[Event], precision: Precision) -> Iterator[tuple[_Node, Kind]]:
     """Yield every operation with its kind, which may be that of the operation that called it."""
-    updates = _optimizer_spans(inside)
+    updates, closures = _optimizer_spans(inside), _spans_of(inside, CLOSURE_MARK)
 
     def walk(node: _Node, inherited: Kind) -> Iterator[tuple[_Node, Kind]]:
         kind: Kind = inherited if inherited == "optimizer" else _kind_of_operation(node, precision, inherited)
@@ -301,7 +379,7 @@ def _with_kinds(inside: Sequence[Event], precision: Precision) -> Iterator[tuple
             yield from walk(child, kind)
 
     for root in _call_trees(event for event in inside if event.cat == "cpu_op"):
-        is_update = any(start <= root.event.ts < end for start, end in updates)
+        is_update = _is_within(root.event.ts, updates) and not _is_within(root.event.ts, closures)
         yield from walk(root, "optimizer" if is_update else "other")
 
 

@@ -14,9 +14,9 @@ import pytest
 from torch import Tensor
 from unisolated import run_jobs_here
 
-from autotune_amp import CommandTemplate, check_workload
+from autotune_amp import check_workload
 from autotune_amp.cli import run
-from autotune_amp.core.errors import InvalidRequestError, RunnerError, WorkloadError
+from autotune_amp.core.errors import RunnerError, WorkloadError
 from autotune_amp.diagnostics.check import recording
 from autotune_amp.diagnostics.check.check_workload import run_workload_check
 from autotune_amp.diagnostics.check.child import report_on
@@ -167,11 +167,6 @@ def test_what_a_process_says_that_it_does_is_shown() -> None:
     run_workload_check(live_source(check_samples.workload(check_samples.identity)), Hears(), "cuda", None, 0)
     assert heard[:2] == ["building the model", "loading 2 samples"]
     assert heard[-1].endswith("the backward pass")
-
-
-def test_a_command_cannot_be_checked() -> None:
-    with pytest.raises(InvalidRequestError, match="command"):
-        check_workload(CommandTemplate.of(["python", "-c", "pass", "{batch_size=4}"]), quiet=True)
 
 
 def test_live_objects() -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from autotune_amp import Workload
 from autotune_amp.diagnostics.check.child import report_on
 from autotune_amp.diagnostics.check.findings import CheckReport
+from autotune_amp.diagnostics.check.recording import StepRecorder
 from autotune_amp.precision import rules
 from autotune_amp.precision.rules import AutocastDevice
 from autotune_amp.trial.context import make_model
@@ -108,6 +109,16 @@ def test_a_step_that_names_its_device_is_taken_on_the_cpu() -> None:
         return x.cuda(0, non_blocking=True).masked_fill(mask.to("cuda"), -1e9)
 
     assert [finding.rule for finding in report(check_samples.workload(names_it)).findings] == ["large_constant"]
+
+
+def test_a_step_on_an_accelerator_stays_there() -> None:
+    """Here its tensors are on torch's device without data, since no accelerator is there."""
+    model, batch = nn.Linear(8, 8, device="meta"), torch.randn(4, 8, device="meta")
+    recorder = StepRecorder(model, "cuda")
+    with recorder.recording(), recorder.autocast():
+        output = model(batch.to(torch.device("meta"))).to(torch.bfloat16)
+    assert (output.device.type, output.dtype) == ("meta", torch.float32)
+    assert [finding.rule for finding in recorder.findings] == ["manual_cast"]
 
 
 def test_an_autocast_that_was_made_before() -> None:

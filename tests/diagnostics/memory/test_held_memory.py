@@ -12,6 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from autotune_amp import Workload
@@ -317,3 +319,13 @@ def test_a_snapshot_records_the_allocator_meanwhile_and_stops(monkeypatch: pytes
     with pytest.raises(ValueError, match="no"), child.snapshot(path):
         raise ValueError("no")
     assert cuda.mock_calls[4:] == [started, call.record(enabled=None)]
+
+
+def test_of_a_tensor_that_ranks_share_the_own_part_counts(tmp_path: Path) -> None:
+    meeting = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    try:
+        shared = distribute_tensor(torch.ones(BATCH, WIDTH), init_device_mesh("cpu", (1,)))
+        assert sum(child.storage_bytes([shared]).values()) == BATCH * WIDTH * FLOAT
+    finally:
+        torch.distributed.destroy_process_group()

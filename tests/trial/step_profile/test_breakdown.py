@@ -187,6 +187,22 @@ def test_a_step_on_the_host() -> None:
     assert not answer.is_device
 
 
+def test_a_step_of_a_command() -> None:
+    """Its batch is fetched in it, its optimizer may run the passes in a closure, and ends after the step does."""
+    loading = [mark("enumerate(DataLoader)#Iter.__next__", 330, 30), op("stack", 335, 20, FP32)]
+    closure = [mark("Optimizer.step#AdamW.step", 5, 1000), mark("autotune_amp closure", 8, 420)]
+    update = [op("add_", 440, 30, FP32)]
+    step = only(found([*closure, *LINEAR, *SOFTMAX, *loading, *update]))
+    assert step.step_seconds == pytest.approx(470e-6)
+    assert microseconds(step) == {
+        "casts": 20,
+        "matrix_products": 60,
+        "fp32_operations": 200,
+        "optimizer": 75,
+        "other": 20,
+    }
+
+
 def test_an_operation_that_begins_where_another_ends_was_not_called_by_it() -> None:
     step = only(found([op("softmax", 10, 100, FP32), op("mul", 110, 50, BF16)]))
     assert microseconds(step) == {"fp32_operations": 100, "other": 50}

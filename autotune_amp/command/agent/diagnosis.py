@@ -1,0 +1,97 @@
+"""Diagnosis of training steps in the script's own process, by code of `autotune_amp` outside of the agent."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from typing import Any
+
+from . import where
+
+# Module of the package that runs a diagnosis; the package is looked up in the script's own environment first, then in
+# the folder that contains this agent.
+_MODULE = "autotune_amp.trial.observed_steps"
+_PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(where.HERE)))
+
+
+class StepDiagnosis:
+    """Diagnosis of the steps of rank 0 that follow the first `num_warmup_steps`, by the job in `settings`: its `kind`
+    and `fields` (see `core.job.find_job`).
+
+    Once the job is done, its result is sent, and this process waits until the parent ends it.
+    """
+
+    def __init__(self, channel: Any, observer: Any, settings: dict[str, Any]) -> None:
+        self._channel = channel
+        self._observer = observer
+        self._settings = settings
+        self._steps: Any = None  # an `observed_steps.DiagnosedSteps` once it has begun
+        self._optimizer = -1  # index of the optimizer that steps least often, whose steps are diagnosed
+        observer.loaders.keeps_latest = True
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Go on with a diagnosis that looks at gradients before the optimizer uses them.
+
+        If the step has a closure, in which Lightning and LBFGS call forward and backward, this happens at its end:
+        return the arguments with another closure then, else None.
+        """
+        if self._steps is None or self._observer.index_of(optimizer) != self._optimizer:
+            return None
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._steps.resume("before step")
+            return None
+        resume = self._channel.shield(self._steps.resume)
+
+        @functools.wraps(closure)
+        def closure_then_resume(*args_: Any, **kwargs_: Any) -> Any:
+            with self._steps.in_closure():
+                loss = closure(*args_, **kwargs_)
+            resume("before step")
+            return loss
+
+        return args[:1], {**kwargs, "closure": closure_then_resume}
+
+    def after_step(self, index: int, num_steps_of: list[int], step: dict[str, Any]) -> None:
+        """Begin the diagnosis after the warm-up, and go on with it after each step.
+
+        `index` is that of the optimizer, `num_steps_of` has the number of steps of each, and `step` are the fields of
+        its `Step` message.
+        """
+        if self._steps is not None:
+            if index == self._optimizer:
+                self._steps.resume("after step")
+            return
+        num_steps = num_steps_of[index]
+        if num_steps < self._settings["num_warmup_steps"] or num_steps != min(num_steps_of) or where.rank()["rank"]:
+            return
+        if not bool(step["is_skipped"]):  # a GradScaler is still searching for its scale
+            self._begin(index, step)
+
+    def _begin(self, index: int, step: dict[str, Any]) -> None:
+        memory = self._observer.memory_fields()  # before this process loads code of ours
+        sys.path.append(_PACKAGES)
+        try:
+            observed_steps = importlib.import_module(_MODULE)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._channel.send("diagnosed", result=None, problem=reason, python=sys.executable, **where.rank())
+            self._channel.wait_for_end()
+        finally:
+            sys.path.remove(_PACKAGES)
+        self._optimizer = index
+        self._steps = observed_steps.DiagnosedSteps(
+            self._settings,
+            self._observer,
+            memory=memory,
+            regions=step["regions"],
+            num_ranks=where.rank()["world"],
+            send=self._send,
+        )
+
+    def _send(self, result: str) -> None:
+        """Send the result, a JSON document, and wait for the end of this process."""
+        self._channel.send("diagnosed", result=result, problem="", python=sys.executable, **where.rank())
+        self._channel.wait_for_end()
