@@ -55,7 +55,8 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
     ``trial_dir``, ``port``, which differ for each trial. Doubled braces become single ones; a shell's ``${NAME}``
     and braces that cannot be a placeholder are kept. `values` maps names of precisions to the command's own names,
     such as ``{"bf16": "bf16-mixed"}``. `files` maps the names of settings files with placeholders to their
-    texts; each name occurs in an argument, which is changed to the path of a filled copy for each trial. With
+    texts; each name occurs in an argument or in an earlier file, where it is changed to the path of a filled copy for
+    each trial. With
     `keeps_effective_batch_size` the script itself accumulates so that the effective batch size does not change.
     """
 
@@ -72,12 +73,13 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         arguments = tuple(shlex.split(command) if isinstance(command, str) else command)
         if not arguments:
             raise InvalidRequestError("The command is empty.", "Give it after `--`, as in `search -- python train.py`.")
-        texts = {}
+        texts: dict[str, str] = {}
         for file in files:
-            if not any(file in argument for argument in arguments):
+            if not any(file in text for text in (*arguments, *texts.values())):
                 raise InvalidRequestError(
                     f"--file {file} does not occur in the command's arguments.",
-                    f"Write {file!r} where the command takes its settings file.",
+                    f"Write {file!r} where the command takes its settings file; a file that another one names comes "
+                    "after that.",
                 )
             try:
                 texts[file] = read_file(file).decode()
@@ -102,19 +104,14 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def placeholders(self) -> dict[str, Placeholder]:
-        """Return the placeholders by name. Raises `InvalidRequestError` if one is given twice in different ways."""
+        """Return the placeholders by name. Raises `InvalidRequestError` if one is given twice with different values of
+        today, or with choices for different values.
+        """
         by_name: dict[str, Placeholder] = {}
         for text in (*self.arguments, *self.files.values()):
             for placeholder in map(_placeholder_from_match, filter(itemgetter("name"), _BRACES.finditer(text))):
-                bare = Placeholder(name=placeholder.name)
-                earlier = by_name.setdefault(placeholder.name, placeholder)
-                if bare not in (placeholder, earlier) and placeholder != earlier:
-                    raise InvalidRequestError(
-                        f"{{{earlier.name}}} is given twice with different values.",
-                        f"Give today's value once, and write {{{earlier.name}}} elsewhere.",
-                    )
-                if earlier == bare:
-                    by_name[earlier.name] = placeholder
+                earlier = by_name.get(placeholder.name)
+                by_name[placeholder.name] = placeholder if earlier is None else _merged(earlier, placeholder)
         return by_name
 
     @property
@@ -183,15 +180,19 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         `values` are the values of a setting and of a trial; a placeholder without a value is kept.
         """
         paths = {file: str(Path(files_in, Path(file).name)) for file in self.files}
+
+        def with_paths(text: str) -> str:
+            for file, path in paths.items():
+                text = text.replace(file, path)
+            return text
+
         arguments: list[str] = []
         for argument in self.arguments:
-            filled = self._fill(argument, values)
-            for file, path in paths.items():
-                filled = filled.replace(file, path)
+            filled = with_paths(self._fill(argument, values))
             whole = _PLACEHOLDER.fullmatch(argument)
             arguments += shlex.split(filled) if whole is not None and whole["choices"] is not None else [filled]
         return tuple(arguments), {
-            paths[file]: self._fill(text, values, is_file=True) for file, text in self.files.items()
+            paths[file]: with_paths(self._fill(text, values, is_file=True)) for file, text in self.files.items()
         }
 
     def _fill(self, text: str, values: Mapping[str, Any], *, is_file: bool = False) -> str:
@@ -220,6 +221,19 @@ def _placeholder_from_match(match: re.Match[str]) -> Placeholder:
     if today is None and choices is not None:
         today = next((value for value, arguments in choices.items() if not arguments), None)
     return Placeholder(name=match["name"], today=today, choices=choices)
+
+
+def _merged(one: Placeholder, other: Placeholder) -> Placeholder:
+    """Return the placeholder that two of one name describe together; each place keeps its own words for a value."""
+    today = {one.today, other.today} - {None}
+    has_other_values = one.choices and other.choices and one.choices.keys() != other.choices.keys()
+    if len(today) > 1 or has_other_values:
+        raise InvalidRequestError(
+            f"{{{one.name}}} is given twice with different values.",
+            f"Give today's value once, and write {{{one.name}}} elsewhere; choices in several places are of the same "
+            "values.",
+        )
+    return Placeholder(name=one.name, today=next(iter(today), None), choices=one.choices or other.choices)
 
 
 def _similar_placeholder(name: str, min_similarity: float) -> str | None:

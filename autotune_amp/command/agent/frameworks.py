@@ -1,4 +1,4 @@
-"""Hooks into Transformers, Accelerate and Lightning that report today's arguments of the training and set others."""
+"""Hooks into training frameworks that report today's arguments of the training and set others."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import where
+from .deepspeed_engine import ConfigHooks
 from .imports import after_import
 
 _TRAINING_ARGUMENTS = {
@@ -39,6 +40,7 @@ class FrameworkHooks:
         after_import("accelerate.accelerator", self._hook_accelerator)
         after_import("lightning.pytorch.trainer.trainer", self._hook_lightning_trainer)
         after_import("pytorch_lightning.trainer.trainer", self._hook_lightning_trainer)
+        ConfigHooks(self._hooks, dict(self._hooks.values), self._report_switch).install()
 
     def _report_switch(
         self, owner: str, arguments: dict[str, str], today: dict[str, Any], parser: str = "", line: str = ""

@@ -20,7 +20,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import batches, passes, where
+from . import batches, deepspeed_engine, passes, where
 from .channel import Channel
 from .imports import after_import
 
@@ -78,7 +78,7 @@ class Observer:
         self._running_step_frame: Any = None  # frame of the outermost running `Optimizer.step`, None outside of one
         self._num_nested = 0  # running `Optimizer.step` calls inside the outermost
         self.has_stepped = False  # whether an optimizer has stepped since the latest GradScaler.step began
-        self.scaler_depth = 0  # running calls of GradScaler.step, one inside another
+        self.scaler_depth = 0  # running calls of GradScaler.step or of DeepSpeed's, one inside another
         self._pending: list[dict[str, Any]] = []  # steps not reported yet: reading their losses synchronizes the device
         self._device = torch.device("cpu")
         self._num_compilations = 0
@@ -127,6 +127,7 @@ class Observer:
 
         after_import("torch._dynamo", self.channel.shield(hook_dynamo))
         _hook_scaler(self)
+        deepspeed_engine.watch(self)
 
     def _count_compilation(self, *_: Any) -> None:
         """Count a compilation, including that of a backward pass. Dynamo's own counters can be reset by the script."""
