@@ -59,7 +59,12 @@ def make_trainer(options: Options, arguments: TrainingArguments) -> Trainer:
 
 def _workload(form: str) -> Workload:
     arguments = TrainingArguments(
-        output_dir="out", per_device_train_batch_size=8, bf16=True, learning_rate=1e-4, report_to=[]
+        output_dir="out",
+        use_cpu=not torch.cuda.is_available(),
+        per_device_train_batch_size=4,
+        bf16=True,
+        learning_rate=1e-4,
+        report_to=[],
     )
     return Workload.from_trainer(make_trainer(Options(form=form), arguments))
 

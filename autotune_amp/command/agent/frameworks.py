@@ -214,10 +214,14 @@ def _environment(name: str) -> Iterator[None]:
 def _parser_of_arguments() -> str:
     """Return ``HfArgumentParser`` if it is on the call stack, parsing the command line; else ""."""
     typed = sys.argv[1:]
+    at = typed.index("--config") if "--config" in typed else len(typed)
+    without_config = typed[:at] + typed[at + 2 :]  # TRL's parser reads the file of --config before
     for frame in where.frames():
         if frame.f_code.co_name == "parse_args_into_dataclasses":
             parsed = frame.f_locals.get("args")
-            is_command_line = parsed is None or list(parsed)[max(0, len(parsed) - len(typed)) :] == typed
+            is_command_line = parsed is None or any(
+                list(parsed)[max(0, len(parsed) - len(words)) :] == words for words in (typed, without_config)
+            )
             return "HfArgumentParser" if is_command_line else ""
     return ""
 
