@@ -496,6 +496,7 @@ class CommandBackend(WorkloadBackend):
                         "num_steps": NUM_FROZEN_STEPS,
                         "max_entries": MAX_FROZEN_ENTRIES,
                         "in_fp32": name == "reference",
+                        "precision": check.candidate.precision,
                     },
                 )
                 if isinstance(completed.verdict, Failure):
