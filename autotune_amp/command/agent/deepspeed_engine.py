@@ -25,9 +25,17 @@ def watch(observer: Any) -> None:
 
     def hook(module: Any) -> None:
         owner = module.DeepSpeedEngine
-        take_step, backward = owner._take_model_step, owner.backward
+        begin, take_step, backward = owner.__init__, owner._take_model_step, owner.backward
         report = observer.channel.shield(observer.report_step)
         record_loss = observer.channel.shield(observer.passes.record_unscaled_loss)
+
+        @functools.wraps(begin)
+        def __init__(engine: Any, *args: Any, **kwargs: Any) -> None:
+            observer.ignores_steps = True
+            try:
+                begin(engine, *args, **kwargs)
+            finally:
+                observer.ignores_steps = False
 
         @functools.wraps(take_step)
         def _take_model_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +54,7 @@ def watch(observer: Any) -> None:
             record_loss(loss)  # DeepSpeed scales it
             return backward(engine, loss, *args, **kwargs)
 
-        owner._take_model_step, owner.backward = _take_model_step, backward_
+        owner.__init__, owner._take_model_step, owner.backward = __init__, _take_model_step, backward_
 
     after_import("deepspeed.runtime.engine", observer.channel.shield(hook))
 

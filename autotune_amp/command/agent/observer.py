@@ -79,6 +79,7 @@ class Observer:
         self._num_nested = 0  # running `Optimizer.step` calls inside the outermost
         self.has_stepped = False  # whether an optimizer has stepped since the latest GradScaler.step began
         self.scaler_depth = 0  # running calls of GradScaler.step or of DeepSpeed's, one inside another
+        self.ignores_steps = False  # while DeepSpeed's engine is made, which steps to make its optimizer's state
         self._pending: list[dict[str, Any]] = []  # steps not reported yet: reading their losses synchronizes the device
         self._device = torch.device("cpu")
         self._num_compilations = 0
@@ -146,6 +147,10 @@ class Observer:
             self._num_nested += 1  # a subclass that calls its parent's step takes one step, not two
             return None
         self._running_step_frame, self._num_nested = _step_frame(), 0
+        if self.ignores_steps:
+            return None
+        if self.scaler_depth:
+            self.index_of(optimizer)  # DeepSpeed takes its parameters away after the step
         recorder = self.gradient_recorder
         return None if recorder is None else recorder.record_in_place_of_step(optimizer, args, kwargs)
 
@@ -155,7 +160,7 @@ class Observer:
             return
         self._running_step_frame = None
         self.has_stepped = True
-        if not self.scaler_depth:
+        if not (self.scaler_depth or self.ignores_steps):
             self.report_step(optimizer)
 
     def _is_in_step(self) -> bool:
