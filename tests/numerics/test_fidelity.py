@@ -337,6 +337,28 @@ def in_its_dtype(model: nn.Module, batch: Batch) -> Tensor:
     return functional.cross_entropy(output.float(), batch.y.argmax(1))
 
 
+class Quantized(nn.Linear):
+    """A frozen layer that computes in bf16 whatever its input, as bitsandbytes' Linear4bit."""
+
+    compute_dtype = torch.bfloat16
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute in `compute_dtype`, and return the dtype of the input."""
+        weight, bias = self.weight.to(self.compute_dtype), self.bias.to(self.compute_dtype)
+        return functional.linear(x.to(self.compute_dtype), weight, bias).to(x.dtype)
+
+
+def test_quantized_layers_compute_in_fp32_in_the_run_that_others_are_compared_with() -> None:
+    model = mlp()
+    first = model[0]
+    assert isinstance(first, nn.Linear)
+    model[0] = Quantized(first.in_features, first.out_features).requires_grad_(False)
+    found = checked(subject(model), "fp32")
+    assert found.noise_ratio > 1e-3, "it computes in bf16 there"
+    assert found.verdict == "faithful"
+    assert found.low_weights is None
+
+
 def adam(lr: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return lambda model: torch.optim.Adam(model.parameters(), lr=lr, eps=1e-8)
 

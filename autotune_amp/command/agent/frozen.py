@@ -75,11 +75,14 @@ class GradientRecorder:
                 tensor.data = tensor.data.to(self._rounding).float()
 
     def _convert_to_fp32(self, module: Any) -> None:
-        """Convert a module's weights and inputs from half precision to fp32, the weights in place."""
+        """Convert a module's weights, inputs and computations from half precision to fp32, the weights in place."""
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.dtype in _HALF and not hasattr(tensor, "to_local"):  # not DTensors, whose storage FSDP manages
                 tensor.data = tensor.data.float()
         if id(module) not in self._converted:
+            for layer in module.modules():  # quantized layers of bitsandbytes, which cast their inputs
+                if getattr(layer, "compute_dtype", None) in _HALF:
+                    layer.compute_dtype = torch.float32
             self._converted[id(module)] = module
             module.register_forward_pre_hook(lambda _, *args: in_fp32(args), with_kwargs=True)
 
