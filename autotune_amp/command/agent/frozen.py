@@ -36,7 +36,7 @@ class GradientRecorder:
         self._max_entries = settings["max_entries"]
         self._num_of_step: dict[tuple[int, int], int] = {}  # recorded gradients by optimizer and step
         observer.loaders.keeps_latest = observer.passes.keeps_latest = True
-        self._rounding = dict(zip(("bf16", "fp16"), _HALF)).get(settings.get("precision", ""))
+        self._rounding = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.get("precision", ""))
         after_import("deepspeed.runtime.engine", channel.shield(self._round_before_deepspeed))
         if settings.get("in_fp32"):
             self._converted: dict[int, Any] = {}  # modules by id; keeping a reference keeps each id unique
