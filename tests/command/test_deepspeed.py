@@ -4,13 +4,15 @@ that are hooked takes its place, and steps as the engine does.
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from commands import run
+from commands import INJECTED, run
 from forked_python import ForkServer
 
 from autotune_amp.command.command import Command
@@ -158,6 +160,15 @@ def test_its_precisions_are_compared_at_the_same_weights(train: Train) -> None:
     )
     steps = pair_steps(low, reference)
     assert [[step.sizes for step in batch] for batch in steps if isinstance(batch, tuple)] == [[(8,), (1,)]] * 3
+
+
+@pytest.mark.usefixtures("train")
+def test_the_real_run_tells_of_its_silent_skips(fork_server: ForkServer, tmp_path: Path) -> None:
+    settings = {"outside": {}, "controller": {"path": "none.json", "device": "cpu"}}
+    environment = {**os.environ, "AUTOTUNE_AMP_AGENT": json.dumps(settings), "PYTHONPATH": str(INJECTED)}
+    done = fork_server.run(["train.py"], cwd=tmp_path, env=environment)
+    assert done.returncode == 0
+    assert done.stderr.count("DeepSpeed has skipped 1 of 7 steps") == 1
 
 
 REAL = """
