@@ -159,4 +159,6 @@ def _precision(config: dict[str, Any]) -> str:
     """Return the precision in the dict of a config."""
     autocast = config.get("torch_autocast", {})
     dtype = str(autocast.get("dtype", "bfloat16")) if autocast.get("enabled") else ""
-    return next((name for name in _DTYPES if config.get(name, {}).get("enabled") or _DTYPES[name] in dtype), "fp32")
+    return next(
+        (name for name in _DTYPES if config.get(name, {}).get("enabled") is True or _DTYPES[name] in dtype), "fp32"
+    )
