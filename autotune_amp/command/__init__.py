@@ -4,7 +4,9 @@
 tried; `{seed}`, `{trial_dir}` and `{port}` differ from trial to trial. `'{precision:bf16=--bf16|fp32=}'` (quoted for
 the shell) inserts no argument or several: the choice without arguments is today's; otherwise name today's, as in
 `'{precision=fp32:bf16=--dtype bf16|fp32=--dtype fp32}'`. `--value` gives the command's name for a precision. `--file`
-names a settings file with placeholders; each trial gets a filled copy. Doubled braces, as in `{{epoch}}`, reach the
+names a settings file with placeholders; each trial gets a filled copy, and a file that another one names is given after
+it. A value that a file holds in several places has choices in each, with words of its own, also inside the braces of
+JSON: `"bf16": {"enabled": {precision=bf16:bf16=true|fp32=false}}`. Doubled braces, as in `{{epoch}}`, reach the
 training run as single ones; `${NAME}`, JSON, `{}` and formats such as `{date:%Y}` are left alone. In Python:
 `recommend_config(CommandTemplate.of("python train.py --bs {batch_size=32}"))`.
 
@@ -30,7 +32,7 @@ warning.
 **Fidelity.** The fidelity of a precision, and of your own arguments, is judged in runs of the command, by the gradients
 of the same batches at the same first weights. What acts after the gradients, such as an optimizer, is not judged. A
 model that is loaded in bf16 is compared with its weights converted to fp32; its rows called fp32 compute with the bf16
-weights.
+weights. Quantized weights (bitsandbytes) stay as they are in both runs, and are computed with in fp32 in one.
 
 **Tokens and MFU.** If batches hold token ids in a tensor called `input_ids`, the tokens that the `attention_mask` marks
 are counted (of packed sequences all of them), and the answer has tokens per second; `--objective tokens` compares
@@ -71,11 +73,15 @@ checkpoints are not examined, `--snapshot` and `--pin` need a Workload.
   `{batch_size}`; the number of backward passes in a step gives the number of accumulated batches; the precision is set.
 * Transformers' Trainer, as a loop, without evaluations: precision, batch size and accumulation are set in the
   `TrainingArguments` that it receives. Of HfArgumentParser's arguments, `--per_device_train_batch_size`,
-  `--gradient_accumulation_steps`, `--bf16` and `--fp16` are known.
+  `--gradient_accumulation_steps`, `--bf16` and `--fp16` are known; `trl sft`, with `--config` too, takes them.
 * Lightning, as a loop: `Trainer(precision=, accumulate_grad_batches=)` and the DataLoader are set. LightningCLI's
   `--trainer.precision` and `--trainer.accumulate_grad_batches` are known.
 * Accelerate, as a loop: `Accelerator(mixed_precision=, gradient_accumulation_steps=)` and the DataLoader are set.
   `accelerate launch --mixed_precision` is known.
+* DeepSpeed, by its own launcher, torchrun or Accelerate: `train_micro_batch_size_per_gpu`,
+  `gradient_accumulation_steps` and the precision are set in its config. Its loss scaler stays its own. A step of its
+  engine is one, however often it calls its optimizer; steps that it skips because gradients are not finite, in bf16 in
+  silence, are counted and reported, in `run` too. A precision is judged at weights rounded to it in both runs.
 * torchrun with DDP or FSDP2, and `mp.spawn`: all ranks together are one trial, and the slowest rank sets the rate;
   values are set as in a loop, on every rank.
 * Not supported, and reported as an error: weights updated without `torch.optim`, `python -E`, `env -i`, containers.

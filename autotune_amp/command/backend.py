@@ -24,6 +24,7 @@ from autotune_amp.command.settable import (
     batches_in,
     deviation,
     ignored_precision,
+    is_precision_possible,
     keeps_effective_batch_size,
     note_on_values_set,
     probing_setting,
@@ -392,7 +393,8 @@ class CommandBackend(WorkloadBackend):
         observed = measure.precision_of(result)
         if observed is None or "precision" in self._command.line.placeholders:
             return None
-        if observed == other.precision and not ignored_precision(self._command.line, other, result, today, first):
+        is_used = is_precision_possible(other.precision, result)
+        if is_used and not ignored_precision(self._command.line, other, result, today, first):
             return None
         return f"it was set without a placeholder, but the steps ran in {observed}"
 
@@ -504,6 +506,7 @@ class CommandBackend(WorkloadBackend):
                         "num_steps": NUM_FROZEN_STEPS,
                         "max_entries": MAX_FROZEN_ENTRIES,
                         "in_fp32": name == "reference",
+                        "precision": check.candidate.precision,
                     },
                 )
                 if isinstance(completed.verdict, Failure):

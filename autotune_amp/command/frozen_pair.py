@@ -81,9 +81,9 @@ def pair_steps(
     """Return the steps that both runs recorded, grouped by batch, or why they cannot be compared. `reference` is of
     fp32; `has_other_arguments`: the other run has other arguments of the command than today's.
     """
-    low_by_key = {(g.rank, g.optimizer, g.number): g for g in low}
-    reference_by_key = {(g.rank, g.optimizer, g.number): g for g in reference}
-    common_keys = sorted(low_by_key.keys() & reference_by_key.keys(), key=lambda key: (key[2], key[0], key[1]))
+    low_by_key = {(g.number, g.rank, g.optimizer, g.part): g for g in low}
+    reference_by_key = {(g.number, g.rank, g.optimizer, g.part): g for g in reference}
+    common_keys = sorted(low_by_key.keys() & reference_by_key.keys())
     if not common_keys:
         return PairingProblem("the two runs have no step in common", "Give a command that takes more steps.")
     if any(reference_by_key[key].has_low_weights for key in common_keys):
@@ -102,12 +102,12 @@ def pair_steps(
             if has_other_arguments:
                 return PairingProblem(f"this value changes the {name} themselves", _COMPARE)
             return PairingProblem(f"the {name} differ from run to run", _SEED)
-    numbers = dict.fromkeys(key[2] for key in common_keys)
+    numbers = dict.fromkeys(key[0] for key in common_keys)
     return tuple(
         tuple(
             FrozenStep(low=low_by_key[key].path, reference=reference_by_key[key].path, sizes=low_by_key[key].sizes)
             for key in common_keys
-            if key[2] == number
+            if key[0] == number
         )
         for number in numbers
     )

@@ -74,11 +74,11 @@ def with_placeholders(line: CommandTemplate, switches: Iterable[Switch]) -> tupl
         at = arguments.index("launch") + 1 if switch.parser == "accelerate launch" else None
         for name, flag in parser.numbers.items():
             today = switch.today.get(name)
-            if f"{{{name}" not in " ".join(arguments) and isinstance(today, int):
+            if f"{{{name}" not in " ".join((*arguments, *line.files.values())) and isinstance(today, int):
                 arguments = _with_number(arguments, name, flag, today)
                 flags[flag] = None
         today = switch.today.get("precision")
-        if "{precision" not in " ".join(arguments) and today in parser.precision:
+        if "{precision" not in " ".join((*arguments, *line.files.values())) and today in parser.precision:
             arguments = _with_precision(arguments, at, parser, str(today))
             flags |= dict.fromkeys(parser.precision_flags)
     extended = msgspec.structs.replace(line, arguments=tuple(arguments))
@@ -118,6 +118,8 @@ def _names_script(arguments: list[str], switch: Switch) -> bool:
     if switch.parser == "accelerate launch":
         return len(arguments) > 1 and PurePath(arguments[0]).name == "accelerate" and arguments[1] == "launch"
     script = PurePath(switch.script)
+    if PurePath(arguments[0]).name == script.parent.parent.name == "trl":  # trl sft runs trl/scripts/sft.py
+        return arguments[1:2] == [script.stem]
     if any(PurePath(argument).name == script.name for argument in arguments):
         return True
     return any(flag == "-m" and module.rpartition(".")[2] == script.stem for flag, module in pairwise(arguments))

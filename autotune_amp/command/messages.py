@@ -135,10 +135,12 @@ class Step(AgentMessage, frozen=True, kw_only=True, tag="step"):
 class Gradient(_OfRank, frozen=True, kw_only=True, tag="gradient"):
     """Message about a step that was replaced by recording its gradient, in the file `path`: float32, with `sizes`
     entries of each parameter. `weights` and `batch` are digests. `has_low_weights`: some weights are in half precision.
+    `part` is the number of the group of parameters, where an optimizer steps each by itself.
     """
 
     optimizer: int
     number: int
+    part: int = 0
     path: str
     sizes: tuple[int, ...]
     weights: str

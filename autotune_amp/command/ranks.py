@@ -64,8 +64,11 @@ class RunEvents:
 
     @property
     def num_frozen_steps(self) -> int:
-        """Return the number of steps whose gradients every rank has written; 0 before all ranks have appeared."""
-        num_by_pid = Counter(gradient.pid for gradient in self.of(Gradient))
+        """Return the number of completed steps whose gradients every rank has written; 0 before all ranks have
+        appeared.
+        """
+        completed = {(g.pid, g.number) for g in self.of(Gradient) if g.number < len(self._processes[g.pid].steps)}
+        num_by_pid = Counter(pid for pid, _ in completed)
         return min((num_by_pid[pid] for pid in self.ranks), default=0) if self.has_all_ranks else 0
 
     @property

@@ -48,7 +48,8 @@ def command_to_start(
     """
     config, workload = recommendation.config, recommendation.workload
     searched = recommendation.command_template
-    files = [file for file in (searched.files if searched else ()) if any(file in argument for argument in command)]
+    searched_files = searched.files if searched else {}
+    files = [file for file in searched_files if any(file in text for text in (*command, *searched_files.values()))]
     template = CommandTemplate.of(command, values=searched.values if searched else {}, files=files)
     arguments, _ = template.of_setting(config, str(path.parent))
     unfilled = [

@@ -149,7 +149,7 @@ def deviation(
     if setting.num_workers is not None and loader is not None and loader.num_workers != setting.num_workers:
         message = f"its loader has {loader.num_workers} workers, but {setting.num_workers} were requested"
         return Failure(kind="workload_error", message=f"{message}: {{num_workers}} does not reach the DataLoader")
-    return None if _is_precision_possible(setting.precision, rank) else _precision_failure(line, setting, rank)
+    return None if is_precision_possible(setting.precision, rank) else _precision_failure(line, setting, rank)
 
 
 def ignored_precision(
@@ -171,7 +171,10 @@ def ignored_precision(
     )
 
 
-def _is_precision_possible(precision: Precision, rank: Rank) -> bool:
+def is_precision_possible(precision: Precision, rank: Rank) -> bool:
+    """Whether the run of a rank may have used a precision. Without autocast, weights in half precision may be trained
+    in what is called fp32.
+    """
     observed = precision_of(rank)
     if observed is None or observed == precision:
         return True

@@ -42,8 +42,9 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     trimmed 95 % interval, widened to include their mean `step_seconds`. `was_cut`: the trial was stopped as clearly
     slower than the best. `peak_memory_bytes` is the peak resident memory of the process on a CPU, the peak allocated on
     an accelerator; `reserved_memory_bytes` counts against the limit. `num_skips` are measured steps that the loss
-    scaler skipped, `num_compiling_steps` were timed again because a compiler ran in them, which made `num_graph_breaks`
-    graph breaks, `num_steps_taken` are all steps behind the peak (0: written by a version that did not count them).
+    scaler or DeepSpeed skipped, `num_compiling_steps` were timed again because a compiler ran in them, which made
+    `num_graph_breaks` graph breaks, `num_steps_taken` are all steps behind the peak (0: written by a version that did
+    not count them).
     `build_seconds` is the time to make model, data and optimizer, `context_seconds` to start the accelerator,
     `first_step_seconds` the first step with its compilation. `is_build_shared`: the model was built once for several
     trials. `evaluation_seconds` and `checkpoint_seconds` are the workload's own, None without one or if it did not end;

@@ -30,7 +30,7 @@ from autotune_amp.numerics.passes import CheckInputs, Gradients, Passes, PassRes
 from autotune_amp.precision.forward_wrapper import (
     can_be_pinned,
     clear_override,
-    has_half_weights,
+    computes_in_half,
     modules_by_name,
     override,
     unwrap,
@@ -146,7 +146,7 @@ def check_accumulation(subject: CheckInputs, num_samples: int) -> Accumulation:
     non-finite numbers never raise.
     """
     started = time.perf_counter()
-    passes = Passes(subject, fp32_copy(subject.model, subject.device.type) if has_half_weights(subject.model) else None)
+    passes = Passes(subject, fp32_copy(subject.model, subject.device.type) if computes_in_half(subject.model) else None)
     model = unwrap(passes.model)
     with ExitStack() as stack:
         # Compiled code would keep its dropout.

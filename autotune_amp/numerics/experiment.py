@@ -48,7 +48,13 @@ from autotune_amp.numerics.paired_runs import (
 )
 from autotune_amp.numerics.passes import Passes, PassResult, are_equal, fp32_copy
 from autotune_amp.numerics.scaler_replay import starting_scale
-from autotune_amp.precision.forward_wrapper import has_half_weights, own_class, parameters_by_name, unwrap
+from autotune_amp.precision.forward_wrapper import (
+    computes_in_half,
+    has_half_weights,
+    own_class,
+    parameters_by_name,
+    unwrap,
+)
 from autotune_amp.precision.modes import MODES
 
 MIN_NUM_BATCHES, MAX_NUM_BATCHES = 4, 8  # batches whose gradients are compared; more than 4 only if time allows
@@ -165,7 +171,7 @@ class Experiment:
         is_fp16 = any(parameter.dtype == torch.float16 for parameter in subject.model.parameters())
         self._format_max = FP16_MAX if is_fp16 else self._mode.format_max
         self.fp32 = low if reference is subject else Passes(reference)
-        if has_half_weights(reference.model):  # such a model cannot run in fp32, its fp32 copy can
+        if computes_in_half(reference.model):  # such a model cannot run in fp32, its fp32 copy can
             self.fp32 = Passes(reference, fp32_copy(reference.model, subject.device.type))
         self._seconds = seconds  # limit for the whole check
         self._plain_run: TrainingRun | None = None  # in fp32

@@ -23,7 +23,7 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.passes import Passes, stored_values
 from autotune_amp.precision.forward_wrapper import (
     can_be_wrapped,
-    has_half_weights,
+    computes_in_half,
     modules_by_name,
     parameters_by_name,
 )
@@ -112,7 +112,7 @@ def nonfinite_modules(passes: Passes, index: int, precision: Precision, scale: f
     ("",), the model itself, if none of its submodules does, and (`OUTSIDE`,) if the model does not either. Without an
     fp32 pass to compare with, all modules that become non-finite are returned.
     """
-    has_no_reference = precision == "fp32" or has_half_weights(passes.model)
+    has_no_reference = precision == "fp32" or computes_in_half(passes.model)
     reference = None if has_no_reference else _record_pass(passes, index, "fp32", 1.0)
     names, _ = _record_pass(passes, index, precision, scale).newly_nonfinite_modules(reference)
     return tuple(filter(None, dict.fromkeys(names))) or (("",) if names else (OUTSIDE,))

@@ -22,6 +22,7 @@ from autotune_amp.numerics.draws import Fp32RandomMode, comparable_draws
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import (
     is_pinned,
+    layers_with_half_compute_dtype,
     modules_named,
     override,
     parameters_by_name,
@@ -431,7 +432,11 @@ def are_equal(one: Any, other: Any) -> bool:
 
 
 def fp32_copy(model: nn.Module, device_type: str) -> nn.Module:
-    """Return a copy of the model with fp32 weights that runs in fp32."""
+    """Return a copy of the model with fp32 weights that runs in fp32. Quantized weights stay, and are computed with in
+    fp32.
+    """
     reference = copy.deepcopy(model).float()
+    for layer in layers_with_half_compute_dtype(reference):
+        layer.compute_dtype = torch.float32
     override(reference, "fp32", device_type)  # casts its inputs to fp32
     return reference

@@ -80,6 +80,20 @@ def has_half_weights(module: nn.Module) -> bool:
     return any(weight.dtype in HALF_DTYPES for weight in module.parameters())
 
 
+def computes_in_half(module: nn.Module) -> bool:
+    """Return whether the module computes in half precision outside of autocast too: its weights are kept in it, or
+    quantized layers, as bitsandbytes', convert their inputs to it.
+    """
+    return has_half_weights(module) or any(True for _ in layers_with_half_compute_dtype(module))
+
+
+def layers_with_half_compute_dtype(module: nn.Module) -> Iterator[Any]:
+    """Yield the quantized layers whose attribute `compute_dtype`, to which they convert their inputs, is a half
+    precision.
+    """
+    return (layer for layer in module.modules() if getattr(layer, "compute_dtype", None) in HALF_DTYPES)
+
+
 def can_be_wrapped(module: nn.Module) -> bool:
     """Return whether the module can be wrapped; TorchScript modules cannot, since their forward is compiled."""
     return not isinstance(module, torch.jit.ScriptModule)
@@ -87,17 +101,17 @@ def can_be_wrapped(module: nn.Module) -> bool:
 
 def can_be_pinned(module: nn.Module) -> bool:
     """Return whether `pin_fp32` accepts the module."""
-    return can_be_wrapped(module) and not has_half_weights(module)
+    return can_be_wrapped(module) and not computes_in_half(module)
 
 
 def pin_fp32(module: nn.Module, device_type: str) -> None:
     """Run `module` in fp32 from now on, under any autocast; half-precision inputs are cast to fp32.
 
-    Raises `InvalidRequestError` for a module with weights in half precision.
+    Raises `InvalidRequestError` for a module that `computes_in_half`.
     """
-    if has_half_weights(module):
+    if computes_in_half(module):
         raise InvalidRequestError(
-            f"A {type(module).__name__} whose weights are in half precision cannot be pinned in fp32.",
+            f"A {type(module).__name__} whose weights or compute_dtype are in half precision cannot be pinned in fp32.",
             "Pin a module with fp32 weights, or convert this one with module.float().",
         )
     _disable_autocast_of_compiled_backward()

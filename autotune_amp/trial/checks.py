@@ -45,7 +45,7 @@ from autotune_amp.numerics.accumulation import (
 from autotune_amp.numerics.paired_runs import train_in_fp32
 from autotune_amp.numerics.passes import CheckedLoop, CheckInputs, NoStepError, Passes, raise_no_loss
 from autotune_amp.precision import torch_state
-from autotune_amp.precision.forward_wrapper import has_half_weights
+from autotune_amp.precision.forward_wrapper import computes_in_half
 from autotune_amp.trial import data, failures
 from autotune_amp.trial.context import Context, LoopState, copy_model, make_optimizer, users_optimizers
 from autotune_amp.trial.data import copy_sample
@@ -121,8 +121,8 @@ def _run_check(inputs: CheckInputs, spec: Check, tell: Tell) -> Fidelity | Calib
     if unchecked := [name for name in _UNCHECKED_DIMENSIONS if candidate.uses(name)]:
         reason = f"no check covers the numerical effect of {' and '.join(unchecked)}"
         return spec.unchecked(reason, "Compare a few hundred steps of a training with it and of one without.")
-    if inputs.loop is not None and has_half_weights(inputs.model):
-        reason = "a loop that keeps weights in half precision cannot be run in fp32"
+    if inputs.loop is not None and computes_in_half(inputs.model):
+        reason = "a loop whose weights or quantized layers compute in half precision cannot be run in fp32"
         return spec.unchecked(reason, "Compare a few hundred of its steps with those of the same loop in fp32.")
     result = fidelity.check(
         inputs,

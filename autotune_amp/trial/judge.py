@@ -247,6 +247,6 @@ def _failure_from_steps(steps: tuple[StepLosses, ...], *, goes_on: bool) -> Fail
         return Failure(kind="nonfinite", message=f"the loss became {value}")
     recent = steps[-MAX_SKIPS:] if goes_on else steps
     if recent and all(step.is_skipped for step in recent) and (not goes_on or len(recent) == MAX_SKIPS):
-        message = f"gradients still overflow after {len(recent)} steps, all of which the loss scaler skipped"
+        message = f"gradients still overflow after {len(recent)} steps, all of which were skipped"
         return Failure(kind="nonfinite", message=message)
     return None

@@ -528,8 +528,11 @@ class Base(nn.Module):
     def __init__(self):
         super().__init__()
         self.frozen, self.trained = nn.Linear(8, 8).bfloat16().requires_grad_(False), nn.Linear(8, 1)
+        self.compute_dtype = torch.bfloat16  # as of bitsandbytes' Linear4bit
     def forward(self, batch):
-        return self.trained(self.frozen(batch["x"]).float())
+        hidden = self.frozen(batch["x"])
+        assert (hidden.dtype == torch.float32) == (self.compute_dtype == torch.float32)
+        return self.trained(hidden.float())
 models = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).bfloat16(), Base()]
 optimizer = torch.optim.SGD([p for each in models for p in each.parameters() if p.requires_grad], lr=1.0)
 for x, y in torch.utils.data.DataLoader(data, batch_size=8):

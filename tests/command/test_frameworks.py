@@ -7,12 +7,17 @@ from pathlib import Path
 from statistics import mode
 
 import pytest
+import torch
 from commands import run
 
+from autotune_amp.command.command import Command
 from autotune_amp.command.measure import precision_of
 from autotune_amp.command.rank_steps import Rank
 from autotune_amp.command.settable import unsettable
 from autotune_amp.core.command_template import CommandTemplate
+from autotune_amp.core.job import Deadlines
+from autotune_amp.core.setting import Setting
+from autotune_amp.processes.process import Watcher
 
 PREAMBLE = """
 import torch
@@ -128,3 +133,35 @@ def test_only_the_arguments_that_a_trainer_receives_are_set(tmp_path: Path, posi
     assert switch.today["gradient_checkpointing"] == "False"
     line = next(number for number, text in enumerate(SECOND.split("\n"), 1) if text.startswith("arguments = "))
     assert {one.line.rpartition(":")[2] for one in rank.sets} == {str(line)}
+
+
+FSDP2 = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+num_processes: 2
+num_machines: 1
+machine_rank: 0
+main_process_port: {port}
+use_cpu: false
+mixed_precision: {precision=fp32:bf16='bf16'|fp32='no'}
+fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: NO_WRAP}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="accelerate would give each rank a device of its own")
+def test_accelerates_file_starts_two_ranks_of_fsdp2_in_a_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(PREAMBLE + ACCELERATE)
+    (tmp_path / "fsdp.yaml").write_text(FSDP2)
+    line = CommandTemplate.of("accelerate launch --config_file fsdp.yaml train.py", files=["fsdp.yaml"])
+    completed = Command(line).run(
+        Setting(precision="bf16", batch_size=4),
+        Deadlines(whole_seconds=200.0),
+        lambda events: events.num_steps >= 8,
+        Watcher(),
+    )
+    assert completed.verdict == "measured"
+    assert [precision_of(rank) for rank in completed.events.ranks.values()] == ["bf16", "bf16"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from autotune_amp.command.known_arguments import suggested_arguments, with_placeholders
 from autotune_amp.command.messages import Switch
@@ -22,6 +24,8 @@ def switch(parser: str, owner: str = "", **today: Any) -> Switch:
 
 
 TRANSFORMERS = switch("HfArgumentParser", batch_size=8, accumulation_steps=1, precision="fp32")
+TRL = switch("HfArgumentParser", batch_size=8, accumulation_steps=1, precision="bf16")
+TRL = replace(TRL, script="/lib/trl/scripts/sft.py")
 IN_BF16 = switch("HfArgumentParser", batch_size=16, accumulation_steps=1, precision="bf16")
 LAUNCHED = switch("accelerate launch", "Accelerator", precision="fp32")
 NUMBERS = "--per_device_train_batch_size 4 --gradient_accumulation_steps 2"
@@ -41,6 +45,7 @@ NUMBERS = "--per_device_train_batch_size 4 --gradient_accumulation_steps 2"
             TRANSFORMERS,
             "torchrun train.py --bf16 True --per-device-train-batch-size=4 --lr 1 --gradient_accumulation_steps 2",
         ),
+        ("trl sft --config own.yaml", TRL, f"trl sft --config own.yaml {NUMBERS} --bf16 True"),
         ("accelerate launch train.py --lr 1", LAUNCHED, "accelerate launch --mixed_precision=bf16 train.py --lr 1"),
         (
             "python train.py --mixed_precision no --lr 1",
@@ -67,10 +72,10 @@ def test_today_is_what_was_seen() -> None:
     assert arguments[2:4] == ("--bf16", "False"), "by default some take bf16"
 
 
-@pytest.mark.parametrize("command", ["bash train.sh", "bash -c 'python train.py'", "python other.py"])
+@pytest.mark.parametrize("command", ["bash train.sh", "bash -c 'python train.py'", "python other.py", "trl dpo"])
 def test_a_command_whose_arguments_go_elsewhere_is_left_alone(command: str) -> None:
     line = CommandTemplate.of(command)
-    assert with_placeholders(line, [TRANSFORMERS]) == (line, [])
+    assert with_placeholders(line, [TRANSFORMERS, TRL]) == (line, [])
 
 
 def test_placeholders_that_are_there_stay() -> None:
@@ -92,3 +97,11 @@ def test_arguments_to_try_are_suggested_with_todays_value_unless_the_command_has
     line = CommandTemplate.of(f"python train.py {' '.join(suggested)}")
     assert suggested_arguments(line, [found]) == ()
     assert suggested_arguments(CommandTemplate.of("python train.py"), [switch("", optim="adamw_torch")]) == ()
+
+
+def test_placeholders_of_a_file_stay_too(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("bf16: {precision=bf16:bf16=true|fp32=false}\nper_device_train_batch_size: {batch_size=8}\n")
+    line = CommandTemplate.of(f"trl sft --config {own}", files=[str(own)])
+    extended, _ = with_placeholders(line, [TRL])
+    assert extended.arguments == (*line.arguments, "--gradient_accumulation_steps", "{accumulation_steps=1}")

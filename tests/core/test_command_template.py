@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,25 @@ def test_a_settings_file_is_copied_and_the_copy_named(tmp_path: Path) -> None:
     assert own.read_text().startswith("batch: {batch_size=4}")
 
 
+def test_choices_in_several_places_have_words_of_their_own_beside_the_braces_of_json(tmp_path: Path) -> None:
+    own, naming = tmp_path / "ds.json", tmp_path / "launch.yaml"
+    own.write_text(
+        '{"bf16":{"enabled":{precision=bf16:bf16=true|fp16=false}},"size":{batch_size=4},'
+        '"fp16":{"enabled":{precision:bf16=false|fp16=true}}}'
+    )
+    naming.write_text(f"deepspeed_config_file: {own}\n")
+    line = CommandTemplate.of(f"accelerate launch --config_file {naming} t.py", files=[str(naming), str(own)])
+    assert line.today_values == {"precision": "bf16", "batch_size": 4}
+    for precision in ("bf16", "fp16"):
+        _, files = line.of_setting(replace(BF16, precision=precision), "trial")
+        values = json.loads(files["trial/ds.json"])
+        assert {name: values[name]["enabled"] for name in ("bf16", "fp16")} == {
+            name: name == precision for name in ("bf16", "fp16")
+        }
+        assert values["size"] == 16
+        assert files["trial/launch.yaml"] == "deepspeed_config_file: trial/ds.json\n"
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -170,6 +190,7 @@ def test_of_a_settings_file_only_misspelt_names_are_refused(tmp_path: Path) -> N
         ("python t.py", {"files": ["cfg.yaml"]}, "cfg.yaml"),
         ("python t.py no.yaml", {"files": ["no.yaml"]}, "cannot be read"),
         ("python t.py {batch_size=8} {batch_size=16}", {}, "twice"),
+        ("python t.py '{precision:bf16=--a|fp32=}' '{precision:fp16=--a|fp32=}'", {}, "twice"),
         ("python t.py {batch_size=many}", {}, "many"),
         ("python t.py {batch_size=0}", {}, "'0'"),
         ("python t.py {precision=bf16-mixed}", {}, "bf16-mixed"),

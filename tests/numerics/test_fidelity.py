@@ -337,6 +337,26 @@ def in_its_dtype(model: nn.Module, batch: Batch) -> Tensor:
     return functional.cross_entropy(output.float(), batch.y.argmax(1))
 
 
+class Quantized(nn.Linear):
+    """A frozen layer that computes in bf16 whatever its input, as bitsandbytes' Linear4bit."""
+
+    compute_dtype = torch.bfloat16
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute in `compute_dtype`, and return the dtype of the input."""
+        low, weight, bias = (each.to(self.compute_dtype) for each in (x, self.weight, self.bias))
+        return torch.nn.functional.linear(low, weight, bias).to(x.dtype)
+
+
+def test_quantized_layers_compute_in_fp32_in_the_run_that_others_are_compared_with() -> None:
+    model = chain(a=Quantized(8, 16).requires_grad_(False), act=nn.ReLU(), head=nn.Linear(16, 4))
+    found = checked(subject(model), "fp32")
+    assert found.noise_ratio is not None
+    assert found.noise_ratio > 1e-3, "it computes in bf16 there"
+    assert found.verdict == "faithful"
+    assert found.low_weights is None
+
+
 def adam(lr: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return lambda model: torch.optim.Adam(model.parameters(), lr=lr, eps=1e-8)
 

@@ -363,6 +363,13 @@ def test_doubts_are_said(outcome: Measurement, said: str | None) -> None:
     assert said is None or any(said in w for w in warnings)
 
 
+def test_steps_skipped_without_a_loss_scale_are_said() -> None:
+    chosen = at("bf16", 32)
+    log = Log().add(FP32, 100.0).add(chosen, 200.0).confirm(FP32, *[100.0] * 3)
+    log = log.confirm(chosen, *[measured(200.0, num_skips=2)] * 3)
+    assert any("6 of the measured steps" in w and "no loss scale" in w for w in decided(log).warnings)
+
+
 @pytest.mark.parametrize(("searched", "is_said"), [(140.0, False), (160.0, True), (71.0, False), (60.0, True)])
 def test_a_confirmation_far_off_the_searchs_trials_is_said_and_the_promise_holds_both(
     searched: float, is_said: bool

@@ -1,4 +1,4 @@
-"""Hooks into Transformers, Accelerate and Lightning that report today's arguments of the training and set others."""
+"""Hooks into training frameworks that report today's arguments of the training and set others."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import where
+from .deepspeed_engine import ConfigHooks
 from .imports import after_import
 
 _TRAINING_ARGUMENTS = {
@@ -39,6 +40,7 @@ class FrameworkHooks:
         after_import("accelerate.accelerator", self._hook_accelerator)
         after_import("lightning.pytorch.trainer.trainer", self._hook_lightning_trainer)
         after_import("pytorch_lightning.trainer.trainer", self._hook_lightning_trainer)
+        ConfigHooks(self._hooks, dict(self._hooks.values), self._report_switch).install()
 
     def _report_switch(
         self, owner: str, arguments: dict[str, str], today: dict[str, Any], parser: str = "", line: str = ""
@@ -216,10 +218,14 @@ def _environment(name: str) -> Iterator[None]:
 def _parser_of_arguments() -> str:
     """Return ``HfArgumentParser`` if it is on the call stack, parsing the command line; else ""."""
     typed = sys.argv[1:]
+    at = typed.index("--config") if "--config" in typed else len(typed)
+    without_config = typed[:at] + typed[at + 2 :]  # TRL's parser reads the file of --config before
     for frame in where.frames():
         if frame.f_code.co_name == "parse_args_into_dataclasses":
             parsed = frame.f_locals.get("args")
-            is_command_line = parsed is None or list(parsed)[max(0, len(parsed) - len(typed)) :] == typed
+            is_command_line = parsed is None or any(
+                list(parsed)[max(0, len(parsed) - len(words)) :] == words for words in (typed, without_config)
+            )
             return "HfArgumentParser" if is_command_line else ""
     return ""
 

@@ -2,7 +2,7 @@
 
 A run in fp32 and one in the low precision write the same entries of the same gradients, with digests of weights and
 batch that show these to be equal. Weights that the script keeps in half precision are converted to fp32 in the
-reference run.
+reference run; those that DeepSpeed converts to half precision only in the other run are rounded in both.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from . import where
 from .batches import first_tensor
 from .channel import Channel
+from .imports import after_import
 from .outside import in_fp32
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -33,7 +34,10 @@ class GradientRecorder:
         self._folder = folder
         self._num_steps = settings["num_steps"]
         self._max_entries = settings["max_entries"]
+        self._num_of_step: dict[tuple[int, int], int] = {}  # recorded gradients by optimizer and step
         observer.loaders.keeps_latest = observer.passes.keeps_latest = True
+        self._rounding = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.get("precision", ""))
+        after_import("deepspeed.runtime.engine", channel.shield(self._round_before_deepspeed))
         if settings.get("in_fp32"):
             self._converted: dict[int, Any] = {}  # modules by id; keeping a reference keeps each id unique
             observer.passes.on_outermost.append(self._convert_to_fp32)
@@ -53,12 +57,32 @@ class GradientRecorder:
 
         owner.__init__ = __init__
 
+    def _round_before_deepspeed(self, engine_module: Any) -> None:
+        """Round the weights that DeepSpeed is given to the low precision, to which its own config converts them."""
+        owner = engine_module.DeepSpeedEngine
+        original, round_weights = owner.__init__, self._channel.shield(self._round_weights)
+
+        @functools.wraps(original)
+        def __init__(engine: Any, args: Any, model: Any, *others: Any, **kwargs: Any) -> None:
+            round_weights(model)
+            original(engine, args, model, *others, **kwargs)
+
+        owner.__init__ = __init__
+
+    def _round_weights(self, module: Any) -> None:
+        for tensor in module.parameters():
+            if self._rounding is not None and tensor.dtype == torch.float32:
+                tensor.data = tensor.data.to(self._rounding).float()
+
     def _convert_to_fp32(self, module: Any) -> None:
-        """Convert a module's weights and inputs from half precision to fp32, the weights in place."""
+        """Convert a module's weights, inputs and computations from half precision to fp32, the weights in place."""
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.dtype in _HALF and not hasattr(tensor, "to_local"):  # not DTensors, whose storage FSDP manages
                 tensor.data = tensor.data.float()
         if id(module) not in self._converted:
+            for layer in module.modules():  # quantized layers of bitsandbytes, which cast their inputs
+                if getattr(layer, "compute_dtype", None) in _HALF:
+                    layer.compute_dtype = torch.float32
             self._converted[id(module)] = module
             module.register_forward_pre_hook(lambda _, *args: in_fp32(args), with_kwargs=True)
 
@@ -85,7 +109,9 @@ class GradientRecorder:
         is_skipped = found_inf is not None and bool(found_inf)
         if number < self._num_steps and not is_skipped:
             index, rank = self._observer.index_of(optimizer), where.rank()["rank"]
-            path = os.path.join(self._folder, f"gradient_{rank}_{index}_{number}.float32")
+            part = self._num_of_step.get((index, number), 0)  # DeepSpeed steps each group of parameters by itself
+            self._num_of_step[index, number] = part + 1
+            path = os.path.join(self._folder, f"gradient_{rank}_{index}_{number}_{part}.float32")
             sizes = self._write(path, parameters, 1.0 if scale is None else 1.0 / float(scale))
             batch = first_tensor(self._observer.loaders.latest)
             if batch is None:  # without a DataLoader
@@ -94,6 +120,7 @@ class GradientRecorder:
                 "gradient",
                 optimizer=index,
                 number=number,
+                part=part,
                 path=path,
                 sizes=sizes,
                 weights=_digest(parameters),

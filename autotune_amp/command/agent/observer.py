@@ -20,7 +20,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import batches, passes, where
+from . import batches, deepspeed_engine, passes, where
 from .channel import Channel
 from .imports import after_import
 
@@ -89,7 +89,8 @@ class Observer:
         self._running_step_frame: Any = None  # frame of the outermost running `Optimizer.step`, None outside of one
         self._num_nested = 0  # running `Optimizer.step` calls inside the outermost
         self.has_stepped = False  # whether an optimizer has stepped since the latest GradScaler.step began
-        self.scaler_depth = 0  # running calls of GradScaler.step, one inside another
+        self.scaler_depth = 0  # running calls of GradScaler.step or of DeepSpeed's, one inside another
+        self.ignores_steps = False  # while DeepSpeed's engine is made, which steps to make its optimizer's state
         self._pending: list[dict[str, Any]] = []  # steps not reported yet: reading their losses synchronizes the device
         self._device = torch.device("cpu")
         self._num_compilations = 0
@@ -141,6 +142,7 @@ class Observer:
 
         after_import("torch._dynamo", self.channel.shield(hook_dynamo))
         _hook_scaler(self)
+        deepspeed_engine.watch(self)
 
     def _count_compilation(self, *_: Any) -> None:
         """Count a compilation, including that of a backward pass. Dynamo's own counters can be reset by the script."""
@@ -167,8 +169,12 @@ class Observer:
             self._num_nested += 1  # a subclass that calls its parent's step takes one step, not two
             return None
         self._running_step_frame, self._num_nested = _step_frame(), 0
+        if self.ignores_steps:
+            return None
         if self.diagnosis is not None:
             return self.diagnosis.before_step(optimizer, args, kwargs)
+        if self.scaler_depth:
+            self.index_of(optimizer)  # DeepSpeed takes its parameters away after the step
         recorder = self.gradient_recorder
         return None if recorder is None else recorder.record_in_place_of_step(optimizer, args, kwargs)
 
@@ -178,7 +184,7 @@ class Observer:
             return
         self._running_step_frame = None
         self.has_stepped = True
-        if not self.scaler_depth:
+        if not (self.scaler_depth or self.ignores_steps):
             self.report_step(optimizer)
 
     def _is_in_step(self) -> bool:

@@ -81,7 +81,7 @@ class PassRecorder:
     def _hook_losses(self) -> None:
         scaler_class: Any = GradScaler
         scale, backward = scaler_class.scale, torch.autograd.backward
-        record_unscaled_loss = self._channel.shield(self._record_unscaled_loss)
+        record_unscaled_loss = self._channel.shield(self.record_unscaled_loss)
         record_backward = self._channel.shield(self._record_backward)
 
         @functools.wraps(scale)
@@ -102,7 +102,8 @@ class PassRecorder:
         scaler_class.scale = scale_
         torch.autograd.backward = backward_
 
-    def _record_unscaled_loss(self, outputs: Any) -> None:
+    def record_unscaled_loss(self, outputs: Any) -> None:
+        """Record the loss of the next backward pass before a scaler multiplies it."""
         if isinstance(outputs, torch.Tensor) and outputs.numel() == 1:
             self._record_loss(outputs)
             self._is_loss_recorded = True

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import where
+from . import deepspeed_engine, where
 from .imports import after_import
 from .outside import SettingHooks
 from .passes import NUM_FULLY_WATCHED, PassRecorder
@@ -32,6 +32,7 @@ def install(settings: dict[str, Any]) -> None:
         report, passes, settings["outside"], functools.partial(_convert_to_controller, report, **settings["controller"])
     )
     setting_hooks.install()
+    deepspeed_engine.tell_skips(report.shield)
     if "precision" in setting_hooks.values:
         passes.watch_modules()
 

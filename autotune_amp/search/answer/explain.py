@@ -290,10 +290,15 @@ def _numerical_warnings_and_notes(
     if MODES[chosen_runs.candidate.precision].takes_scaler and scale is None:
         why = why_uncalibrated or "the search ended before that, or fp16 was not among the fastest settings"
         notes.append(f"The loss scale is GradScaler's default: it was not calibrated, since {sentence(why)}")
-    if scale is None and num_skips:
+    if scale is None and num_skips and MODES[chosen_runs.candidate.precision].takes_scaler:
         warnings.append(
             f"The loss scaler skipped {num_skips} of the measured steps because gradients overflowed: "
             "the initial scale is too high for the start of this training run."
+        )
+    elif scale is None and num_skips:
+        warnings.append(
+            f"{num_skips} of the measured steps were skipped because their gradients were not finite, and "
+            f"{chosen_runs.candidate.precision} has no loss scale to lower. Find out which batch or layer causes it."
         )
     if scale is not None and scale.num_skips_seen > scale.num_skips_foretold:
         warnings.append(

@@ -1,0 +1,217 @@
+"""DeepSpeed's engine: its steps and skips are observed, its config is set. In most tests a stand-in with the methods
+that are hooked takes its place, and steps as the engine does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from commands import INJECTED, run
+from forked_python import ForkServer
+
+from autotune_amp.command.command import Command
+from autotune_amp.command.frozen_pair import pair_steps
+from autotune_amp.command.measure import precision_of, samples_per_step, todays_precision
+from autotune_amp.command.messages import Gradient
+from autotune_amp.command.rank_steps import Rank
+from autotune_amp.command.ranks import RunEvents
+from autotune_amp.command.settable import unsettable
+from autotune_amp.core.command_template import CommandTemplate
+from autotune_amp.core.job import Deadlines
+from autotune_amp.core.setting import Setting
+from autotune_amp.processes.process import Watcher
+
+# `step` is stage_1_and_2.py's: not at all after a gradient that is not finite, else once for each group of parameters.
+ENGINE = """
+import torch
+
+class Wrapper:
+    def __init__(self, optimizer, masters):
+        self.optimizer, self.masters, self.overflow = optimizer, masters, False
+
+    def step(self):
+        for weight, master in self.masters:
+            master.grad = weight.grad.float()
+        self.overflow = not all(bool(master.grad.isfinite().all()) for _, master in self.masters)
+        groups = self.optimizer.param_groups
+        for group in [] if self.overflow else groups:
+            self.optimizer.param_groups = [group]
+            self.optimizer.step()
+        self.optimizer.param_groups = groups
+        for weight, master in self.masters:
+            weight.data, weight.grad = master.data.to(weight.dtype), None
+
+
+class DeepSpeedEngine:
+    def __init__(self, args, model, config):
+        self.config, self.global_rank, self.skipped_steps, self.global_steps, self.num_passes = config, 0, 0, 0, 0
+        self.module = model.to(torch.bfloat16 if config.is_bf16 else torch.float32)
+        masters = [(weight, weight.detach().float().requires_grad_()) for weight in model.parameters()]
+        groups = [{"params": [master]} for _, master in masters]
+        self.basic_optimizer = torch.optim.SGD(groups, lr=0.01)
+        self.optimizer = Wrapper(self.basic_optimizer, masters)
+        self.basic_optimizer.step()  # as BF16_Optimizer does, for the optimizer's state
+
+    def fp16_enabled(self):
+        return False
+
+    def backward(self, loss):
+        (loss / self.config.gradient_accumulation_steps).backward()
+
+    def step(self):
+        self.num_passes += 1
+        if self.num_passes % self.config.gradient_accumulation_steps == 0:
+            self._take_model_step(None)
+
+    def _take_model_step(self, lr_kwargs):
+        self.optimizer.step()
+        self.skipped_steps += self.optimizer.overflow
+        self.global_steps += 1
+"""
+CONFIG = """
+import copy
+
+class DeepSpeedConfig:
+    def __init__(self, config):
+        self._param_dict = config
+        self._initialize_params(copy.copy(config))
+        self._configure_train_batch_size()
+
+    def _initialize_params(self, param_dict):
+        self.train_batch_size = param_dict.get("train_batch_size")
+        self.train_micro_batch_size_per_gpu = param_dict.get("train_micro_batch_size_per_gpu")
+        self.gradient_accumulation_steps = param_dict["gradient_accumulation_steps"]
+        self.is_bf16 = param_dict["bf16"]["enabled"]
+
+    def _configure_train_batch_size(self):
+        if self.train_micro_batch_size_per_gpu is None:
+            self.train_micro_batch_size_per_gpu = self.train_batch_size // self.gradient_accumulation_steps
+"""
+SCRIPT = """
+import torch
+from torch import nn
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(256, 8), torch.randn(256, 1))
+config = DeepSpeedConfig(
+    {"train_batch_size": 8, "gradient_accumulation_steps": 2, "bf16": {"enabled": True}, "steps_per_print": 9}
+)
+engine = DeepSpeedEngine(None, nn.Linear(8, 1), config)
+size = config.train_micro_batch_size_per_gpu
+for number, (x, y) in enumerate(torch.utils.data.DataLoader(data, batch_size=size)):
+    loss = (engine.module(x.to(engine.module.weight.dtype)).float() - y).pow(2).mean()
+    engine.backward(loss * (float("inf") if number in (12, 14) else 1.0))
+    engine.step()
+"""
+Train = Callable[..., RunEvents]
+
+
+@pytest.fixture
+def train(fork_server: ForkServer, tmp_path: Path) -> Train:
+    """Run SCRIPT with the stand-in and settings of the agent."""
+    package = tmp_path / "deepspeed" / "runtime"
+    package.mkdir(parents=True)
+    for path, text in (("__init__.py", ""), ("runtime/__init__.py", ""), ("runtime/engine.py", ENGINE)):
+        (tmp_path / "deepspeed" / path).write_text(text)
+    (package / "config.py").write_text(CONFIG)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return lambda **settings: run([sys.executable, "train.py"], tmp_path, server=fork_server, **settings)
+
+
+def only(events: RunEvents) -> Rank:
+    (rank,) = events.ranks.values()
+    return rank
+
+
+def test_a_step_of_the_engine_is_one_and_one_that_it_skips_is_counted(train: Train) -> None:
+    rank = only(train(outside={}))
+    assert [number for number, step in enumerate(rank.steps) if step.is_skipped] == [6, 7]
+    assert len(rank.steps) == 256 // 8
+    assert samples_per_step(rank) == 8
+    assert rank.steps[0].losses[0] == pytest.approx(1.0, rel=1), "before DeepSpeed divides it"
+    assert (precision_of(rank), todays_precision(rank)) == ("bf16", "bf16")
+    (switch,) = rank.switches
+    assert switch.today == {"batch_size": 4, "accumulation_steps": 2, "precision": "bf16"}
+    assert not unsettable(CommandTemplate.of("python train.py"), rank).keys() & {"fp16", "accumulation_steps"}
+
+
+def test_its_config_is_set(train: Train) -> None:
+    rank = only(train(outside={"precision": "fp32", "batch_size": 2, "accumulation_steps": 4}))
+    assert precision_of(rank) == "fp32"
+    assert {(interval.num_samples, interval.num_passes) for interval in rank.intervals()} == {(8, 4)}
+    assert {each.name for each in rank.sets} == {"precision", "batch_size", "accumulation_steps"}
+
+
+def test_its_precisions_are_compared_at_the_same_weights(train: Train) -> None:
+    low, reference = (
+        train(
+            outside={"precision": precision},
+            frozen={"num_steps": 3, "max_entries": 1000, "in_fp32": precision == "fp32", "precision": "bf16"},
+        ).of(Gradient)
+        for precision in ("bf16", "fp32")
+    )
+    steps = pair_steps(low, reference)
+    assert [[step.sizes for step in batch] for batch in steps if isinstance(batch, tuple)] == [[(8,), (1,)]] * 3
+
+
+@pytest.mark.usefixtures("train")
+def test_the_real_run_tells_of_its_silent_skips(fork_server: ForkServer, tmp_path: Path) -> None:
+    settings = {"outside": {}, "controller": {"path": "none.json", "device": "cpu"}}
+    environment = {**os.environ, "AUTOTUNE_AMP_AGENT": json.dumps(settings), "PYTHONPATH": str(INJECTED)}
+    done = fork_server.run(["train.py"], cwd=tmp_path, env=environment)
+    assert done.returncode == 0
+    assert done.stderr.count("DeepSpeed has skipped 1 of 7 steps") == 1
+
+
+REAL = """
+import argparse, deepspeed, torch
+from torch import nn
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int)
+torch.manual_seed(0)
+model = nn.Linear(8, 1)
+data = torch.utils.data.TensorDataset(torch.randn(4096, 8), torch.randn(4096, 1))
+engine, _, loader, _ = deepspeed.initialize(
+    parser.parse_args(), model, model_parameters=[{"params": [each]} for each in model.parameters()], training_data=data
+)
+for number, (x, y) in enumerate(loader):
+    loss = (engine(x.to(model.weight.dtype)).float() - y).pow(2).mean()
+    engine.backward(loss * (float("inf") if number in (12, 14) else 1.0))
+    engine.step()
+"""
+SETTINGS = """{
+  "train_micro_batch_size_per_gpu": {batch_size=4}, "gradient_accumulation_steps": {accumulation_steps=1},
+  "bf16": {"enabled": {precision=fp32:bf16=true|fp32=false}}, "zero_optimization": {"stage": 2},
+  "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": true}}
+}"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+def test_a_deepspeed_command_is_one_trial_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    (tmp_path / "train.py").write_text(REAL)
+    (tmp_path / "ds.json").write_text(SETTINGS)
+    launch = ["deepspeed", "--num_accelerators", "2", "--master_port", "{port}", "train.py"]
+    line = CommandTemplate.of([*launch, "--deepspeed", "--deepspeed_config", "ds.json"], files=["ds.json"])
+    completed = Command(line).run(
+        Setting(precision="bf16", batch_size=2, accumulation_steps=2),
+        Deadlines(whole_seconds=200.0),
+        lambda events: events.num_steps >= 12,
+        Watcher(),
+    )
+    assert completed.verdict == "measured"
+    assert len(completed.events.ranks) == 2
+    for rank in completed.events.ranks.values():
+        assert [number for number, step in enumerate(rank.steps[:12]) if step.is_skipped] == [6, 7]
+        assert samples_per_step(rank) == 4
+        assert precision_of(rank) == "bf16"
