@@ -62,7 +62,7 @@ class ApplyReport(msgspec.Struct, frozen=True, kw_only=True):
         lines = []
         if self.verified:
             changes = "; ".join(_differences(self.expected, self.today, "{name} {first} (today {second})"))
-            lines.append(f"Verified: {NUM_STEPS} steps of an edited copy ran with {changes}.")
+            lines.append(f"Verified: {NUM_STEPS} steps of an edited copy ran with {changes or 'the command below'}.")
         elif self.verified is False:
             lines.append(f"Not verified: {self.problem}.")
         elif not self.by_hand:
