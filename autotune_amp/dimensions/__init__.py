@@ -33,7 +33,10 @@ print(model[0].weight.is_contiguous(memory_format=torch.channels_last), optimize
 The names in a `state_dict` do not change (no `_orig_mod.`), so checkpoints load with and without `prepare`. bf16
 weights are tried only on request (`--try weights`), since small updates round away on them; the fidelity check counts
 these. `cudnn_benchmark` (`torch.backends.cudnn.benchmark = True`) is tried if a model has convolutions and all its
-batches have one shape. `autotune-amp export --to env` also contains the allocator's setting. No variant is tried on a
+batches have one shape. `attention` (flash, efficient, math, cudnn) is the backend of PyTorch that computes
+`scaled_dot_product_attention`, tried where a module of the model calls it. A trial allows only that backend, so one
+that does not support a call (its mask, its head size, its precision) fails with PyTorch's reason; `prepare` prefers it
+in the process and leaves the others for such calls. `autotune-amp export --to env` also contains the allocator's setting. No variant is tried on a
 command, which can only set its placeholders.
 
 `autotune-amp export --to torch` writes the variants as `model.compile(...)`, `model.to(memory_format=...)` and a
@@ -65,6 +68,7 @@ from msgspec.structs import replace
 from autotune_amp.core.setting import Setting
 from autotune_amp.dimensions.activation_checkpointing import ACTIVATION_CHECKPOINTING
 from autotune_amp.dimensions.allocator import ALLOCATOR
+from autotune_amp.dimensions.attention import ATTENTION
 from autotune_amp.dimensions.batch_size import ACCUMULATION_STEPS, BATCH_SIZE
 from autotune_amp.dimensions.compile import COMPILE
 from autotune_amp.dimensions.cudnn_benchmark import CUDNN_BENCHMARK
@@ -82,6 +86,7 @@ __all__ = [
     "ACTIVATION_CHECKPOINTING",
     "ALLOCATOR",
     "AS_FOUND",
+    "ATTENTION",
     "BATCH_SIZE",
     "COMPILE",
     "CUDNN_BENCHMARK",
@@ -106,6 +111,7 @@ DIMENSIONS: Final[tuple[Dimension[Any], ...]] = (
     WEIGHTS,
     MEMORY_FORMAT,
     CUDNN_BENCHMARK,
+    ATTENTION,
     FP8_RECIPE,
     ACTIVATION_CHECKPOINTING,
     OPTIMIZER_IMPL,
@@ -119,6 +125,7 @@ NUMERIC: Final = tuple(dimension.name for dimension in DIMENSIONS if "numerics" 
 _ORDER_WITHOUT_PROFILE = (
     MEMORY_FORMAT,
     CUDNN_BENCHMARK,
+    ATTENTION,
     OPTIMIZER_IMPL,
     COMPILE,
     FP8_RECIPE,
