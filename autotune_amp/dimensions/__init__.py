@@ -30,14 +30,17 @@ model, optimizer = prepare(config, model, optimizer)  # the same objects; call i
 print(model[0].weight.is_contiguous(memory_format=torch.channels_last), optimizer.param_groups[0]["fused"])
 ```
 
+The loader's measured arguments are `config.loader_options`: `DataLoader(dataset, **config.loader_options, ...)`.
+`pin_memory` and `prefetch_factor` are not tried: trials run with your loader's own, so keep them.
+
 The names in a `state_dict` do not change (no `_orig_mod.`), so checkpoints load with and without `prepare`. bf16
 weights are tried only on request (`--try weights`), since small updates round away on them; the fidelity check counts
 these. `cudnn_benchmark` (`torch.backends.cudnn.benchmark = True`) is tried if a model has convolutions and all its
 batches have one shape. `attention` (flash, efficient, math, cudnn) is the backend of PyTorch that computes
 `scaled_dot_product_attention`, tried where a module of the model calls it. A trial allows only that backend, so one
 that does not support a call (its mask, its head size, its precision) fails with PyTorch's reason; `prepare` prefers it
-in the process and leaves the others for such calls. `autotune-amp export --to env` also contains the allocator's setting. No variant is tried on a
-command, which can only set its placeholders.
+in the process and leaves the others for such calls. `autotune-amp export --to env` also contains the allocator's
+setting. No variant is tried on a command, which can only set its placeholders.
 
 `autotune-amp export --to torch` writes the variants as `model.compile(...)`, `model.to(memory_format=...)` and a
 comment for the optimizer. (Before torch 2.15 `compile` ignores a bare `nn.Sequential`; `prepare` compiles it.) In

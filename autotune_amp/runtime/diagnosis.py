@@ -113,9 +113,11 @@ def _find_attention(rerunner: Rerunner, loss_scale: float) -> tuple[str, ...]:
 
     Only "math" is left in the first pass, which shows in most cases that attention is not the cause.
     """
+    if not rerunner.ranks.any(rerunner.calls_attention):
+        return ()
     enabled = rerunner.ranks.union(tuple(name for name in FUSED_BACKENDS if name in enabled_backends()))
     fused = tuple(name for name in FUSED_BACKENDS if name in enabled)
-    if not fused or not rerunner.calls_attention:
+    if not fused:
         return ()
 
     def run_without(*names: str) -> RerunResult:
@@ -174,7 +176,7 @@ class Rerunner:
         self._fp8_recipe = fp8_recipe
         self._device_type = ranks.device.type
         self._seen: set[Precision] = set()
-        self.calls_attention = False  # whether a pass on any rank called `scaled_dot_product_attention`
+        self.calls_attention = False  # whether a pass called `scaled_dot_product_attention`
 
     def culprit(self, bad: RerunResult) -> str | None:
         """Return where a pass became non-finite, if precision is not the cause."""
@@ -226,7 +228,7 @@ class Rerunner:
         is_elsewhere = precision != self.current and not self._seen <= {autocast_precision(precision), "fp32"}
         if self.ranks.any(has_run_out or is_elsewhere):
             return RerunResult(False, False, False, recorder)
-        self.calls_attention |= self.ranks.any(attention.are_seen)
+        self.calls_attention |= attention.are_seen
         return RerunResult(not self.ranks.any(not is_finite), True, is_loss_finite, recorder)
 
     def _no_autocast(self) -> torch.autocast:
