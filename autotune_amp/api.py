@@ -87,7 +87,8 @@ def recommend_config(
     out, each rank keeps the batch size of the DataLoader; "free" lets the search change it.
     `try_` names the further dimensions to try: "auto" for those that are safe for this model and device, "none", or a
     list of "compile", "memory_format" (or "channels_last"), "optimizer_impl" (or "fused", "foreach"), "fp8_recipe",
-    "cudnn_benchmark", "activation_checkpointing", "allocator" and "weights".
+    "attention" (or "flash", "efficient", "math", "cudnn"), "cudnn_benchmark", "activation_checkpointing", "allocator"
+    and "weights".
     `memory_fraction` is the share of the available memory that a trial may take. `memory_limit` is an absolute limit
     for each process of a trial, as "16GiB" or in bytes, for a training run on a smaller device than this one.
     `objective` is "speed", "tokens" (speed in tokens that are no padding), "memory" (the least memory, no slower than

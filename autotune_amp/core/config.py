@@ -243,6 +243,16 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
             decided.pop("optim", None)
         return dataclasses.replace(like, **changed | decided)
 
+    @property
+    def loader_options(self) -> dict[str, int]:
+        """Return the arguments of ``DataLoader`` that were measured: ``DataLoader(dataset, **config.loader_options)``.
+
+        They are `batch_size` and, unless the loader's own number was the best, `num_workers`. Your loader's other
+        arguments were measured as they are, so keep them: ``pin_memory``, ``prefetch_factor``, ``shuffle``.
+        """
+        workers = {} if self.num_workers is None else {"num_workers": self.num_workers}
+        return {"batch_size": self.batch_size, **workers}
+
     def to_json(self) -> str:
         """Return this config as a JSON document."""
         return msgspec.json.encode(self).decode()

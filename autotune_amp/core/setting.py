@@ -58,9 +58,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     `precision`: only the baseline uses it, and only if the two differ. `pinned_modules` run in fp32 whatever the
     precision. `num_workers` is the DataLoader's number of worker processes, None for the user's own number. `allocator`
     is the mode of CUDA's memory allocator, `weights` the format of fp32 parameters, `cudnn_benchmark` makes cuDNN time
-    its algorithms, `fp8_recipe` is the scaling of fp8 linear layers, `optimizer_impl` the implementation of the
-    optimizer's step, `compile` a mode of ``torch.compile``; with `activation_checkpointing` the model's repeated blocks
-    recompute their activations in the backward pass.
+    its algorithms, `attention` is the preferred backend of ``scaled_dot_product_attention``, `fp8_recipe` is the
+    scaling of fp8 linear layers, `optimizer_impl` the implementation of the optimizer's step, `compile` a mode of
+    ``torch.compile``; with `activation_checkpointing` the model's repeated blocks recompute their activations in the
+    backward pass.
     `arguments` are the values of a command's own placeholders that differ from today's, sorted by name; a name that
     begins with ``!`` is of an argument that does not affect numerics.
     """
@@ -78,6 +79,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     weights: Annotated[Literal["as_found", "bf16"], Label("{} weights".format)] = "as_found"
     memory_format: Annotated[Literal["contiguous", "channels_last", "channels_last_3d"], Label(str)] = "contiguous"
     cudnn_benchmark: Annotated[Literal["as_found", "on"], Label("cudnn benchmark".format)] = "as_found"
+    attention: Annotated[Literal["as_found", "flash", "efficient", "math", "cudnn"], Label("{} attention".format)] = (
+        "as_found"
+    )
     fp8_recipe: Annotated[Fp8Recipe, Label(str)] = "rowwise"
     activation_checkpointing: Annotated[Literal["off", "blocks"], Label("checkpointed {}".format)] = "off"
     optimizer_impl: Annotated[Literal["as_found", "foreach", "fused"], Label("{} optimizer".format)] = "as_found"

@@ -30,12 +30,18 @@ model, optimizer = prepare(config, model, optimizer)  # the same objects; call i
 print(model[0].weight.is_contiguous(memory_format=torch.channels_last), optimizer.param_groups[0]["fused"])
 ```
 
+The loader's measured arguments are `config.loader_options`: `DataLoader(dataset, **config.loader_options, ...)`.
+`pin_memory` and `prefetch_factor` are not tried: trials run with your loader's own, so keep them.
+
 The names in a `state_dict` do not change (no `_orig_mod.`), so checkpoints load with and without `prepare`. bf16
 weights are tried only on request (`--try weights`), since small updates round away on them; the fidelity check counts
 these. `cudnn_benchmark` (`torch.backends.cudnn.benchmark = True`) is tried if a model has convolutions and all its
-batches have one shape. `autotune-amp export --to env` also contains the allocator's setting. On a command only its
-own placeholders are tried, among them any that you write for an argument of yours, such as `{attn=sdpa:eager}`
-(`autotune_amp.command`).
+batches have one shape. `attention` (flash, efficient, math, cudnn) is the backend of PyTorch that computes
+`scaled_dot_product_attention`, tried where a module of the model calls it. A trial allows only that backend, so one
+that does not support a call (its mask, its head size, its precision) fails with PyTorch's reason; `prepare` prefers it
+in the process and leaves the others for such calls. `autotune-amp export --to env` also contains the allocator's
+setting. On a command only its own placeholders are tried, among them any that you write for an argument of yours, such
+as `{attn=sdpa:eager}` (`autotune_amp.command`).
 
 `autotune-amp export --to torch` writes the variants as `model.compile(...)`, `model.to(memory_format=...)` and a
 comment for the optimizer. (Before torch 2.15 `compile` ignores a bare `nn.Sequential`; `prepare` compiles it.) In
@@ -67,6 +73,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.dimensions.activation_checkpointing import ACTIVATION_CHECKPOINTING
 from autotune_amp.dimensions.allocator import ALLOCATOR
 from autotune_amp.dimensions.argument import ARGUMENTS
+from autotune_amp.dimensions.attention import ATTENTION
 from autotune_amp.dimensions.batch_size import ACCUMULATION_STEPS, BATCH_SIZE
 from autotune_amp.dimensions.compile import COMPILE
 from autotune_amp.dimensions.cudnn_benchmark import CUDNN_BENCHMARK
@@ -85,6 +92,7 @@ __all__ = [
     "ALLOCATOR",
     "ARGUMENTS",
     "AS_FOUND",
+    "ATTENTION",
     "BATCH_SIZE",
     "COMPILE",
     "CUDNN_BENCHMARK",
@@ -109,6 +117,7 @@ DIMENSIONS: Final[tuple[Dimension[Any], ...]] = (
     WEIGHTS,
     MEMORY_FORMAT,
     CUDNN_BENCHMARK,
+    ATTENTION,
     FP8_RECIPE,
     ACTIVATION_CHECKPOINTING,
     OPTIMIZER_IMPL,
@@ -123,6 +132,7 @@ NUMERIC: Final = tuple(dimension.name for dimension in DIMENSIONS if "numerics" 
 _ORDER_WITHOUT_PROFILE = (
     MEMORY_FORMAT,
     CUDNN_BENCHMARK,
+    ATTENTION,
     OPTIMIZER_IMPL,
     COMPILE,
     FP8_RECIPE,

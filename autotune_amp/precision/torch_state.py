@@ -143,6 +143,7 @@ def capture() -> dict[str, Any]:
         state[flag] = attrgetter(flag)(_BACKENDS)
     for kernel in _ATTENTION_KERNELS:
         state[f"cuda.{kernel}_sdp"] = getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")()
+    state["sdp_priority_order"] = torch._C._get_sdp_priority_order()
     for device_type in ("cpu", "cuda", "xpu", "mps"):
         state[f"autocast.{device_type}"] = _autocast_dtype(device_type)
     return state
@@ -161,6 +162,7 @@ def apply(state: dict[str, Any]) -> None:
         setattr(attrgetter(owner)(_BACKENDS), name, state[flag])
     for kernel in _ATTENTION_KERNELS:
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(state[f"cuda.{kernel}_sdp"])
+    torch._C._set_sdp_priority_order(state["sdp_priority_order"])
 
 
 def apply_fp32_flags(state: dict[str, Any]) -> None:

@@ -42,6 +42,9 @@ It adds:
   the loss has grown to several times its best, above where it began, the run diverges, and precision is not the cause
   either. Without `rerun`, or if rerunning fails or does not show the cause, it steps down on trial, and goes back and
   stops if that did not help; a burst of two to four bad batches then looks like precision, so give it a `rerun`.
+* **A backend of attention at fault** is told from the precision: before anything else the batch is rerun without
+  FlashAttention, cuDNN and memory-efficient attention. If it is finite without one of them (cuDNN's backward pass can
+  give NaN in bf16), that backend is switched off for the rest of the run, and the precision stays. Needs `rerun`.
 * **Silent underflow** is noticed without any NaN: the scale is raised first, then the precision stepped down.
 * **bf16 and fp32 are guarded too**: a step that is not finite is skipped (`guard=False` leaves them alone), and
   BatchNorm's running statistics of a skipped step are undone (with `attach`).

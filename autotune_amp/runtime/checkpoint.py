@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -63,6 +63,7 @@ class _ControllerState(msgspec.Struct):
     pinned: list[str]
     history: list[dict[str, Any]]
     counters: _Counters
+    excluded_attention: list[Literal["cudnn", "flash", "efficient"]] = []
 
 
 def save(executor: Executor, window: UpdateWindow) -> dict[str, Any]:
@@ -76,6 +77,7 @@ def save(executor: Executor, window: UpdateWindow) -> dict[str, Any]:
             "format": FORMAT,
             "steering": executor.policy.state_dict(),
             "pinned": list(executor.model.pinned if executor.model else executor.pins_to_come),
+            "excluded_attention": list(executor.excluded_attention),
             "history": [to_plain(record) for record in executor.history],
             "counters": {
                 "run_id": metrics.run_id,
@@ -169,6 +171,8 @@ def restore(executor: Executor, window: UpdateWindow, saved: ValidatedState | No
     executor.history[:] = saved.history
     executor.pending_requests[:] = counters.pending_requests
     executor.pins_to_come = tuple(own.pinned)
+    executor.excluded_attention = ()
+    executor.exclude_attention(own.excluded_attention)
     if executor.model is not None:
         executor.model.pin(own.pinned, only=True)
         executor.model.statistics.save()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.precisions import Precision, autocast_precision
 from autotune_amp.core.setting import DEFAULTS
+from autotune_amp.dimensions.attention import FUSED_BACKENDS, enabled_backends, switch_off, switch_on
 from autotune_amp.numerics.locate import Health, PassRecorder, health, nonfinite_parameters
 from autotune_amp.numerics.passes import scaled
 from autotune_amp.precision import fp8, torch_state
@@ -69,7 +71,8 @@ def diagnose(
     can_run_fp32: bool = True,
     is_whole: bool = True,
 ) -> DiagnosisResult:
-    """Rerun the batch in the current precision, in fp32, with pinned modules and in each of `lower`, without a step.
+    """Rerun the batch in the current precision, then without fused attention, in fp32, with pinned modules and in each
+    of `lower`, without a step.
 
     `lower` is ordered by preference. `is_whole`: the batch is the whole window that failed, not the last of several
     passes, whose success would say nothing about the others. Raises `InvalidRequestError` if the closure fails.
@@ -81,6 +84,9 @@ def diagnose(
     if first.is_finite:
         elsewhere = "an earlier pass of the window than the one run again"
         return DiagnosisResult(reproduced=not is_whole, culprit=None if is_whole else elsewhere)
+
+    if backends := _find_attention(rerunner, loss_scale):
+        return DiagnosisResult(True, attention=backends)
 
     passes = {current: first}
 
@@ -100,6 +106,28 @@ def diagnose(
     finite_in = tuple(precision for precision in lower if run_once(precision).is_finite)
     is_precision = True if pins or decider is not None else None
     return DiagnosisResult(True, finite_in, culprit, pins, is_precision)
+
+
+def _find_attention(rerunner: Rerunner, loss_scale: float) -> tuple[str, ...]:
+    """Return the attention backends without which the precision is finite: one, or all fused ones; () if none help.
+
+    Only "math" is left in the first pass, which shows in most cases that attention is not the cause.
+    """
+    if not rerunner.ranks.any(rerunner.calls_attention):
+        return ()
+    enabled = rerunner.ranks.union(tuple(name for name in FUSED_BACKENDS if name in enabled_backends()))
+    fused = tuple(name for name in FUSED_BACKENDS if name in enabled)
+    if not fused:
+        return ()
+
+    def run_without(*names: str) -> RerunResult:
+        return rerunner.run(rerunner.current, loss_scale, without_attention=names)
+
+    only_math = run_without(*fused)
+    if only_math.fits and not only_math.is_finite:
+        return ()
+    single = next((name for name in fused if len(fused) > 1 and run_without(name).is_finite), None)
+    return (single,) if single is not None else fused if only_math.is_finite else ()
 
 
 def _find_pins(
@@ -148,6 +176,7 @@ class Rerunner:
         self._fp8_recipe = fp8_recipe
         self._device_type = ranks.device.type
         self._seen: set[Precision] = set()
+        self.calls_attention = False  # whether a pass called `scaled_dot_product_attention`
 
     def culprit(self, bad: RerunResult) -> str | None:
         """Return where a pass became non-finite, if precision is not the cause."""
@@ -159,17 +188,28 @@ class Rerunner:
         """Return the first name given on any rank, or None."""
         return next(iter(self.ranks.union(() if name is None else (name,))), None)
 
-    def run(self, precision: Precision, loss_scale: float, pins: Sequence[str] = ()) -> RerunResult:
+    def run(
+        self,
+        precision: Precision,
+        loss_scale: float,
+        pins: Sequence[str] = (),
+        without_attention: Collection[str] = (),
+    ) -> RerunResult:
         """Run one pass in `precision`, with the modules named in `pins` in fp32 in addition to those pinned already.
+
+        The attention backends named in `without_attention` are not used.
 
         Raises `InvalidRequestError` on every rank if the closure fails on any.
         """
         recorder = PassRecorder(self.modules)
         has_run_out, error = False, None
+        attention = _AttentionCalls()
         self._seen.clear()
         is_loss_finite = is_finite = False
         try:
-            with self._as_before(), self._forced(precision, pins):
+            with self._as_before(), self._forced(precision, pins), ExitStack() as stack:
+                stack.callback(switch_on, switch_off(without_attention))
+                stack.enter_context(attention)
                 is_loss_finite, is_finite = self._forward_and_backward(recorder, precision, loss_scale)
         except torch.OutOfMemoryError:
             has_run_out = True
@@ -188,6 +228,7 @@ class Rerunner:
         is_elsewhere = precision != self.current and not self._seen <= {autocast_precision(precision), "fp32"}
         if self.ranks.any(has_run_out or is_elsewhere):
             return RerunResult(False, False, False, recorder)
+        self.calls_attention |= attention.are_seen
         return RerunResult(not self.ranks.any(not is_finite), True, is_loss_finite, recorder)
 
     def _no_autocast(self) -> torch.autocast:
@@ -269,6 +310,22 @@ def _keep_buffers(module: nn.Module, stack: ExitStack) -> None:
             module._buffers[name].copy_(value)  # type: ignore[union-attr] # those that are not None
 
     stack.callback(torch.no_grad()(restore))
+
+
+class _AttentionCalls(TorchFunctionMode):
+    """Context that notes in `are_seen` whether attention is computed by ``scaled_dot_product_attention``."""
+
+    are_seen = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self.are_seen |= func is nn.functional.scaled_dot_product_attention
+        return func(*args, **(kwargs or {}))
 
 
 # -- without a rerun ---------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from torch import Tensor
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
 from autotune_amp.core.precisions import Precision, autocast_precision
+from autotune_amp.dimensions.attention import FUSED_BACKENDS, forget_compiled_attention, switch_off, switch_on
 from autotune_amp.hardware import cuda
 from autotune_amp.hardware.device import load_device_module
 from autotune_amp.precision import torch_state
@@ -85,6 +86,8 @@ class Executor:
         self.history: list[MoveRecord] = []
         self.listeners: list[Callable[[MoveRecord], object]] = []
         self.on_step: list[tuple[Callable[[], object], int | None]] = []  # callback and optimizer number, None for any
+        self.excluded_attention: tuple[str, ...] = ()  # backends that gave non-finite numbers
+        self._switched_off: set[str] = set()  # those of them that the process allowed
         self.pins_to_come = config.pinned_modules  # until a model is attached
         self.scaler = scaler
         self.metrics = metrics
@@ -113,9 +116,10 @@ class Executor:
     def config(self) -> AmpConfig:
         """Return the config in use: the current rung's precision and batch size, and the rungs below."""
         rung = self.policy.rung
-        if rung == 0 and not (self.model and self.model.pinned):
+        if rung == 0 and not (self.model and self.model.pinned) and not self.excluded_attention:
             return self.own_config
         plan = self.plans[rung - 1] if rung else self.own_config
+        own = self.own_config.attention
         return msgspec.structs.replace(
             self.own_config,
             precision=plan.precision,
@@ -125,6 +129,7 @@ class Executor:
             loss_scale=self.policy.loss_scale if MODES[plan.precision].takes_scaler else None,
             fallback=tuple(self.plans[rung:]),
             pinned_modules=self.model.pinned if self.model else self.own_config.pinned_modules,
+            attention="as_found" if own in self.excluded_attention else own,
         )
 
     def apply(self) -> None:
@@ -135,12 +140,21 @@ class Executor:
             torch_state.apply_fp32_flags(self._own_flags)
         else:
             torch_state.set_flags(self.precision)
+        self.exclude_attention()
         torch.clear_autocast_cache()
         self.scaler.is_scaling = self.policy.is_scaling and not self.is_off
         self.is_checking = not self.is_off and (self._guards or self.scaler.is_scaling)
         self._force_model()
         self._begin_verifying()
         self.scaler.write(is_forced=True)
+
+    def exclude_attention(self, names: Sequence[str] = ()) -> None:
+        """Switch the attention backends off that gave non-finite numbers, `names` too, until `detach`."""
+        switch_on(self._switched_off)
+        self.excluded_attention = tuple(dict.fromkeys((*self.excluded_attention, *names)))
+        self._switched_off = switch_off(self.excluded_attention)
+        if names:
+            forget_compiled_attention()
 
     def use_own_autocast(self) -> None:
         """Note that the loop uses the controller's autocast, so the precision can be changed."""
@@ -188,6 +202,7 @@ class Executor:
             is_enabled=not self.is_off,
             is_advisory=self.is_advisory,
             pinned_modules=model.pinned if model else (),
+            excluded_attention=self.excluded_attention,
             num_updates=totals.num_updates,
             skip_share=totals.num_skips / max(1, totals.num_updates),
             amp_share=num_amp_steps / max(1, totals.num_all_steps),
@@ -229,6 +244,7 @@ class Executor:
     def detach(self) -> None:
         """Restore the model, and the TF32 flags if the config keeps the caller's own."""
         self._forward.end()
+        switch_on(self._switched_off)
         if self.model is not None:
             self.model.detach()
             self.model = None
@@ -361,6 +377,9 @@ class Executor:
         if move.kind == "pin":
             assert self.model is not None  # a pin follows from a diagnosis, which needs a model
             self.model.pin(move.modules)
+        if move.kind == "attention":
+            self.exclude_attention(move.backends)
+            reason = f"{reason}; finite without it: attention: {_backends_off(move.backends)}"
         follows = policy.confirm(move)
         self.apply()
         self._note(cast("RecordKind", move.kind), policy.precision, reason, before)
@@ -612,6 +631,11 @@ def _way_out(policy: Policy) -> str:
         "controller.attach(model, rerun=lambda: ...) before the loop, with what computes the loss of the latest "
         f"batch, to have failures diagnosed.{fallback}"
     )
+
+
+def _backends_off(names: Sequence[str]) -> str:
+    """Return the names of the attention backends that were switched off, as in "cuDNN off"."""
+    return f"{' and '.join(FUSED_BACKENDS[name] for name in names)} off"
 
 
 def _shortened(names: Sequence[str]) -> str:

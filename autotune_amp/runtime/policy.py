@@ -73,7 +73,8 @@ class DiagnosisResult(NamedTuple):
     `reproduced`: the batch is not finite again, or an earlier pass of its window may be the cause. `culprit` names the
     place where non-finite numbers begin. `finite_in` are the lower rungs' precisions in which loss and gradients are
     finite. With `pins` kept in fp32 the current precision is finite. `is_precision`: the batch is finite in a safer
-    precision, or with the pins; None if that is unknown.
+    precision, or with the pins; None if that is unknown. Without the attention backends `attention` the current
+    precision is finite: they are the cause, not the precision.
     """
 
     reproduced: bool
@@ -81,9 +82,10 @@ class DiagnosisResult(NamedTuple):
     culprit: str | None = None
     pins: tuple[str, ...] = ()
     is_precision: bool | None = None
+    attention: tuple[str, ...] = ()
 
 
-MoveKind = Literal["demotion", "revert", "pin", "rescale", "not_precision", "promotion"]
+MoveKind = Literal["demotion", "revert", "pin", "attention", "rescale", "not_precision", "promotion"]
 RecordKind = Literal[MoveKind, "advice", "by_hand", "stop"]
 
 
@@ -94,6 +96,7 @@ class Action(NamedTuple):
     demotion: step down to `rung`. Tentative if no rerun could show that precision is at fault: the next steps decide.
     revert: go back to the rung before the tentative demotion, since it did not help: precision was not the cause.
     pin: keep `modules` in fp32 and stay in this rung.
+    attention: use the attention backends `backends` no more, and stay in this rung.
     rescale: set the loss scale to `scale`.
     not_precision: skip such steps, hold the scale from before the burst, and undo a tentative demotion.
     probe: run the current batch in `rung` at `scale` without stepping; answer with `Policy.probed`.
@@ -108,6 +111,7 @@ class Action(NamedTuple):
     rung: int = 0
     scale: float = 0.0
     modules: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
     is_tentative: bool = False
     is_precision: bool = False
 
@@ -464,6 +468,8 @@ class Policy(PolicyState):
             self.decline(NUM_BLAMED_STEPS)
             return Action("warn", f"{reason}, but the batch rerun was finite: nothing changed")
         reason += f", first in {finding.culprit}" if finding.culprit else ""
+        if finding.attention:
+            return Action("attention", reason, backends=finding.attention)
         if finding.is_precision is False:
             return Action("not_precision", f"{reason}, in fp32 too: it is not precision")
         if finding.is_precision and finding.pins and not self.has_pinned:

@@ -102,8 +102,8 @@ def metric_values(readings: Readings) -> dict[str, float | str]:
 class MoveRecord:
     """Move of the controller: at which update, its kind, its reason, and the config from then on.
 
-    `kind` is one of demotion, promotion, revert, pin, rescale, not_precision, advice (of an advisory controller),
-    by_hand, stop.
+    `kind` is one of demotion, promotion, revert, pin, attention, rescale, not_precision, advice (of an advisory
+    controller), by_hand, stop.
     """
 
     update: Whole
@@ -117,6 +117,7 @@ class MoveRecord:
 class Status(Readings, frozen=True, kw_only=True):
     """Status of a run. Counts are since the start or `reset_stats`; `num_updates` optimizer steps were attempted.
 
+    `excluded_attention` are the attention backends that gave non-finite numbers and are switched off.
     `steps_by_precision` and `seconds_by_precision` (between updates) split them up; `amp_share` is the share of steps
     in bf16, fp16 or fp8. `forward_max` is the largest magnitude that the observers of `attach` saw since that call,
     None without. `peak_memory_bytes` is the device's, or on a CPU this process's own; `saved_memory_bytes` is the
@@ -126,6 +127,7 @@ class Status(Readings, frozen=True, kw_only=True):
     is_enabled: bool
     is_advisory: bool
     pinned_modules: tuple[str, ...]
+    excluded_attention: tuple[str, ...]
     num_updates: int
     skip_share: float
     amp_share: float
@@ -157,6 +159,7 @@ class Status(Readings, frozen=True, kw_only=True):
             ("memory", f"{size(self.peak_memory_bytes)} at the peak{saved}"),
             ("largest", None if self.forward_max is None else f"{number(self.forward_max)}, of a module's output"),
             ("pinned", ", ".join(self.pinned_modules) or None),
+            ("attention", f"without {', '.join(self.excluded_attention)}" if self.excluded_attention else None),
         ]
         return [(label, text) for label, text in lines if text is not None]
 

@@ -18,6 +18,7 @@ from training import timeless
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.errors import TrainingStoppedError
 from autotune_amp.core.precisions import Precision
+from autotune_amp.dimensions.attention import enabled_backends
 from autotune_amp.runtime import checkpoint, executor
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import to_plain
@@ -29,7 +30,7 @@ CONFIG = AmpConfig(
     precision="fp16", batch_size=BATCH, loss_scale=LossScale(init_scale=INIT_SCALE), fallback=["bf16", "fp32"]
 )
 Wrapper = Literal["ddp", "ddp_ignored", "fsdp1", "fsdp2"]
-Kind = Literal["input", "loss", "gradient", "steep", "unused", "signal"]
+Kind = Literal["input", "loss", "gradient", "steep", "unused", "signal", "attention"]
 Attached = Literal["no", "before", "after"]  # before or after the model is wrapped
 
 
@@ -59,7 +60,8 @@ class Trouble:
 
     input: values above fp16's largest. loss: infinite, in any precision. gradient: infinite in the side head's first
     row, a tiny part that FSDP keeps on rank 0. steep: the loss times 1e6, so that the gradients overflow fp16.
-    unused: the side head is left out of the loss and has no gradient. signal: SIGTERM comes.
+    unused: the side head is left out of the loss and has no gradient. signal: SIGTERM comes. attention: a gradient is
+    NaN where cuDNN may compute attention.
     """
 
     kind: Kind
@@ -143,6 +145,9 @@ def loss_of(model: nn.Module, inputs: Tensor, trouble: Trouble | None, step: int
     if struck("signal"):
         signal.raise_signal(signal.SIGTERM)
     main, side = model(inputs * 1e6 if struck("input") else inputs)
+    if struck("attention"):
+        main = nn.functional.scaled_dot_product_attention(main[:, None], main[:, None], main[:, None])[:, 0]
+        main.register_hook(lambda gradient: gradient * (math.nan if "cudnn" in enabled_backends() else 1.0))  # type: ignore[no-untyped-call]
     if struck("gradient"):
         side.register_hook(lambda gradient: gradient * gradient.new_tensor([math.inf, 1.0, 1.0, 1.0]))
     loss = (main.float() - 1.0).square().mean()

@@ -98,6 +98,7 @@ class TwoRanks(Ranks):
     def __init__(self, *is_bad: bool, names: tuple[str, ...] = ()) -> None:
         super().__init__(torch.device("cpu"))
         self.answers = [answer for bad in is_bad for answer in (False, False, bad)]
+        self.answers.insert(3, False)  # after the first pass: whether it called attention
         self.names = names
 
     def any(self, flag: bool) -> bool:

@@ -32,6 +32,7 @@ NEAR_FLOOR = AmpConfig(
     loss_scale=LossScale(init_scale=1024.0, min_scale=512.0),
     fallback=["bf16", "fp32"],
 )
+BF16 = AmpConfig(precision="bf16", batch_size=BATCH, fallback=["fp32"])
 FP16: list[str] = ["fp16"] * 7
 DEMOTED: list[str] = ["fp16"] * 4 + ["bf16"] * 3
 DEMOTION = (4, "demotion", "fp16", "bf16")
@@ -107,6 +108,10 @@ def test_trouble_on_one_rank_is_trouble_on_both(ranks: Ranks, wrapper: Wrapper, 
 missing = partial(Scenario, "ddp_ignored")
 TO_THE_END: Course = (["fp16"] * 20, set(), [])
 ALONE: dict[str, tuple[Scenario, Course]] = {
+    "attention on rank 1": (
+        Scenario(trouble=at("attention", 2, 3, 4), attached="before", config=BF16),
+        (["bf16"] * 7, {2, 3}, [(4, "attention", "bf16", "bf16")]),
+    ),
     "no gradients on rank 0": (missing(trouble=at("unused", 2, 3, 5, rank=0)), (FP16, set(), [])),
     "no gradients on rank 1": (
         missing(fused=True, trouble=at("unused", 2, 3, 5), num_optimizers=2),

@@ -1,0 +1,196 @@
+"""Attention: the backend of PyTorch that computes ``scaled_dot_product_attention``, such as FlashAttention or cuDNN."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from autotune_amp.dimensions.dimension import Choices, Variant
+
+if TYPE_CHECKING:
+    from autotune_amp.dimensions.live_training import LiveTraining
+
+# Names in messages of the backends that may be excluded, in the order in which a NaN is blamed on them: cuDNN's
+# backward pass gave NaN in bf16 (trl#7181). The backend "math" computes every call, by separate operators.
+FUSED_BACKENDS: Final = {"cudnn": "cuDNN", "flash": "FlashAttention", "efficient": "memory-efficient attention"}
+_FUNCTION = "scaled_dot_product_attention"
+# In PyTorch's own order of preference: a part of the names of torch.backends.cuda's functions, and the member of
+# torch.nn.attention.SDPBackend.
+_BACKENDS: Final = {
+    "flash": ("flash", "FLASH_ATTENTION"),
+    "efficient": ("mem_efficient", "EFFICIENT_ATTENTION"),
+    "math": ("math", "MATH"),
+    "cudnn": ("cudnn", "CUDNN_ATTENTION"),
+}
+
+
+class _Attention(Variant):
+    """Backend of attention that the process prefers; "math" is used alone, since it computes every call.
+
+    A trial allows only this backend, so that a call that it does not support fails with PyTorch's reason. In a
+    training run the process uses the others for such calls.
+    """
+
+    name = "attention"
+    removable: ClassVar[Mapping[str, float]] = dict.fromkeys(
+        ("matrix_products", "slow_matrix_products", "casts", "fp32_operations", "idle", "rest"), 1.0
+    )
+    left_out_of_fallbacks = True  # a backend may not support the fallback's precision
+
+    def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:
+        supported = super().choices(hardware, description, options)
+        if options.variants is not None or hardware.identity.type != "cpu" or "flash" not in supported.values:
+            return supported
+        left_out = {**supported.left_out, "flash": "PyTorch prefers it on a CPU already; --try flash tries it"}
+        return Choices(tuple(value for value in supported.values if value != "flash"), left_out)
+
+    def apply(self, training: Any, value: str) -> None:
+        """Prefer this backend and allow no other until the trial's end, so that the trial measures this backend."""
+        super().apply(training, value)
+        if value != self.default:
+            switch_off(enabled_backends() - {value})
+
+    def export(self, value: str, target: str) -> list[str] | None:
+        if target != "torch" or value == self.default:
+            return None
+        names = ["math"] if value == "math" else _preferring(value)
+        backends = ", ".join(f"SDPBackend.{_BACKENDS[name][1]}" for name in names)
+        return [
+            "from torch.nn.attention import SDPBackend, sdpa_kernel",
+            f"attention = sdpa_kernel([{backends}], set_priority=True)",
+            "attention.__enter__()  # for the whole process, as long as it has this name",
+        ]
+
+    def is_applied(self, value: str, live: LiveTraining) -> bool:  # noqa: ARG002 - set for the process
+        """Return whether the process allows no other backend."""
+        return enabled_backends() == {value}
+
+    def unsupported_reason(self, value: str, live: LiveTraining) -> str | None:
+        if live.device.type != "cuda" and value in ("efficient", "cudnn"):
+            return "it needs CUDA"
+        if not calls_attention(live):
+            return f"no module of the model calls {_FUNCTION}"
+        if value not in enabled_backends():
+            flag = f"torch.backends.cuda.enable_{_BACKENDS[value][0]}_sdp(False)"
+            return f"the process has switched this backend off, by {flag} or sdpa_kernel"
+        return None
+
+    def change(self, value: str, live: LiveTraining) -> Callable[[], None]:  # noqa: ARG002 - set for the process
+        """Prefer this backend in the process; return a function that restores what the process preferred before."""
+        import torch
+
+        enabled, order = enabled_backends(), torch._C._get_sdp_priority_order()
+        torch._C._set_sdp_priority_order([_number(name) for name in _preferring(value)])
+        if value == "math":  # on CPUs PyTorch ignores the order
+            switch_off(FUSED_BACKENDS)
+        forget_compiled_attention()
+
+        def undo() -> None:
+            torch._C._set_sdp_priority_order(order)
+            for name in _BACKENDS:
+                _switch(name, is_on=name in enabled)
+            forget_compiled_attention()
+
+        return undo
+
+
+def enabled_backends() -> set[str]:
+    """Return the names of the attention backends that this process allows."""
+    import torch
+
+    return {name for name, (flag, _) in _BACKENDS.items() if getattr(torch.backends.cuda, f"{flag}_sdp_enabled")()}
+
+
+def switch_off(names: Collection[str]) -> set[str]:
+    """Switch attention backends off in this process, and return those that it allowed before."""
+    allowed = enabled_backends().intersection(names)
+    for name in allowed:
+        _switch(name, is_on=False)
+    return allowed
+
+
+def switch_on(names: Collection[str]) -> None:
+    """Allow attention backends in this process."""
+    for name in names:
+        _switch(name, is_on=True)
+
+
+def forget_compiled_attention() -> None:
+    """Drop compiled code, which keeps the attention backend that it was compiled with."""
+    import sys
+
+    if "torch._dynamo" in sys.modules:  # else nothing was compiled, and the import takes seconds
+        sys.modules["torch"].compiler.reset()
+
+
+def _switch(name: str, *, is_on: bool) -> None:
+    import torch
+
+    getattr(torch.backends.cuda, f"enable_{_BACKENDS[name][0]}_sdp")(is_on)
+
+
+def _preferring(value: str) -> list[str]:
+    return [value, *(name for name in _BACKENDS if name != value)]
+
+
+def _number(name: str) -> int:
+    from torch.nn.attention import SDPBackend
+
+    return int(getattr(SDPBackend, _BACKENDS[name][1]))
+
+
+# -- whether a model calls attention -----------------------------------------------------------------------------------
+
+
+def calls_attention(live: LiveTraining) -> bool:
+    """Return whether the code of a module, or of a function that it names, calls ``scaled_dot_product_attention``.
+
+    Models of Transformers look the function up in a table; their config tells.
+    """
+    from torch import nn
+
+    if any(
+        isinstance(module, nn.MultiheadAttention)
+        or getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa"
+        for module in live.modules
+    ):
+        return True
+    classes = {base for module in live.modules for base in type(module).__mro__ if not _is_of_torch(base)}
+    seen: set[FunctionType] = set()
+    members = (inspect.unwrap(member) for each in classes for member in vars(each).values() if callable(member))
+    return any(_names_attention(member, seen) for member in members if isinstance(member, FunctionType))
+
+
+def _names_attention(function: FunctionType, seen: set[FunctionType]) -> bool:
+    import torch
+
+    if function in seen or _is_of_torch(function):
+        return False
+    seen.add(function)
+    names = set(_names(function.__code__))
+    if _FUNCTION in names:
+        return True
+    found = [function.__globals__[name] for name in names if name in function.__globals__]
+    modules = [value for value in found if isinstance(value, ModuleType) and not value.__name__.startswith("torch")]
+    found += [vars(module)[name] for module in modules for name in names if name in vars(module)]
+    return any(
+        value is torch.nn.functional.scaled_dot_product_attention
+        or (isinstance(value, FunctionType) and _names_attention(value, seen))
+        for value in found
+    )
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_of_torch(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] == "torch"
+
+
+ATTENTION = _Attention()

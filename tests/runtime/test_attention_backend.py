@@ -1,0 +1,93 @@
+"""A NaN that one attention backend gives costs that backend, not the precision; simulated on the CPU by its flag."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autotune_amp import AmpConfig, PrecisionController
+from autotune_amp.dimensions.attention import enabled_backends
+from autotune_amp.precision import torch_state
+
+CONFIG = AmpConfig(precision="bf16", batch_size=4, fallback=["fp32"], attention="cudnn")
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    before = torch_state.capture()
+    yield
+    torch_state.apply(before)
+
+
+class Faulty(torch.autograd.Function):
+    """Identity whose gradient is NaN in bf16 while all of `backends` are allowed to be used."""
+
+    backends: tuple[str, ...] = ()
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        is_bad = gradient.dtype == torch.bfloat16 and bool(enabled_backends().intersection(Faulty.backends))
+        return gradient * float("nan") if is_bad else gradient
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.linear(hidden)[:, None]
+        return Faulty.apply(nn.functional.scaled_dot_product_attention(hidden, hidden, hidden)[:, 0])  # type: ignore[no-any-return, no-untyped-call]
+
+
+def train(controller: PrecisionController, *backends: str, num_steps: int = 8) -> None:
+    """Train with these faulty backends from the fourth step on."""
+    torch.manual_seed(0)
+    model = Attention()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    controller.attach(model)
+    for step in range(num_steps):
+        Faulty.backends = backends if step >= 3 else ()
+        inputs = torch.randn(4, 3, 8)
+        controller.train_step(lambda inputs=inputs: model(inputs).square().mean(), optimizer)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("faulty", "excluded"),
+    [(("cudnn",), ("cudnn",)), (("flash",), ("flash",)), (("cudnn", "flash"), ("cudnn", "flash", "efficient"))],
+)
+def test_the_backend_at_fault_is_excluded_and_bf16_stays(faulty: tuple[str, ...], excluded: tuple[str, ...]) -> None:
+    controller = PrecisionController(CONFIG, device="cpu")
+    train(controller, *faulty)
+    status = controller.status()
+    assert (status.precision, status.excluded_attention) == ("bf16", excluded)
+    assert [move.kind for move in status.history] == ["attention"]
+    assert ("cuDNN off" in status.history[0].reason) == (faulty == ("cudnn",))
+    assert status.num_skips == 2
+    assert not enabled_backends().intersection(excluded)
+    assert controller.config.attention == ("as_found" if "cudnn" in excluded else "cudnn")
+    saved = json.loads(json.dumps(controller.state_dict()))
+    controller.detach()
+    assert enabled_backends() >= set(excluded), "other training in this process is not concerned"
+    resumed = PrecisionController(CONFIG, device="cpu")
+    resumed.load_state_dict(saved)
+    train(resumed, *faulty, num_steps=6)
+    assert (resumed.status().excluded_attention, resumed.status().num_skips) == (excluded, 2)
+
+
+def test_what_every_backend_gives_is_precision_s_fault() -> None:
+    controller = PrecisionController(CONFIG, device="cpu")
+    train(controller, "math")
+    status = controller.status()
+    assert status.excluded_attention == ()
+    assert [move.kind for move in status.history] in (["demotion"], ["pin"])
+    assert enabled_backends() == {"cudnn", "flash", "efficient", "math"}
