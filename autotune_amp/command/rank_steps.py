@@ -105,6 +105,8 @@ class Rank:
                 self.sets.append(message)
             case Step():
                 self.steps.append(message)
+            case messages.Switched():  # later messages are of another setting
+                self.optimizers, self.steps, self.sets = {}, [], []
 
     @property
     def primary_steps(self) -> list[Step]:

@@ -439,7 +439,9 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     a batch size of `check_batch_size` at most: rounding hardly depends on the batch size (studies/README.md). `loader`
     is the place in a command's code where its training loader is made, ``file:function:line``; without one, samples are
     counted along `sample_dim` of the model's inputs. `variants` maps the name of a further dimension to its values,
-    each with the reason why the model and optimizer do not support it, None if they do.
+    each with the reason why the model and optimizer do not support it, None if they do. `switch_seconds` is the time
+    in which a running command goes over to another precision or batch size, until its next step; None if each has to be
+    started.
     """
 
     name: str
@@ -474,6 +476,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     loader: str | None = None
     sample_dim: Integer = 0
     variants: dict[str, dict[str, str | None]] = {}
+    switch_seconds: NotNegative | None = None
 
     def available_bytes(self, of_device: int, device: str) -> int:
         """Return the memory per process in bytes out of `of_device`: on a CPU the ranks share it."""

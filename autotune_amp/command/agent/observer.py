@@ -36,6 +36,7 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
     counted. ``frozen``: settings of a `GradientRecorder`, which writes the gradients to ``folder`` in place of taking
     optimizer steps. ``observes``: false to report no steps. ``sites``: whether to report the calls in the user's code
     that created the training's objects. ``outside``: batch size, precision and accumulation to set by hooks.
+    ``switches``: whether the parent may ask for other values of these later.
     """
     _report_process(channel)
     if settings.get("seed") is not None:  # compared runs must draw the same numbers, even in an unseeded script
@@ -58,7 +59,12 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
     if settings.get("outside") is not None:
         from .outside import SettingHooks
 
-        SettingHooks(channel, observer.passes, settings["outside"]).install()
+        hooks = SettingHooks(channel, observer.passes, settings["outside"], switches=settings.get("switches", False))
+        hooks.install()
+        if settings.get("switches"):
+            from .switching import Switcher
+
+            Switcher(channel, observer, hooks, settings["folder"])
 
 
 class Observer:
@@ -74,13 +80,15 @@ class Observer:
         self.gradient_recorder: Any = None  # if set, it records the gradients in place of each step
         self.num_steps = 0
         self._optimizers: list[Any] = []  # weak references, in the order of their first steps
+        self._all_optimizers: list[Any] = []  # weak references, which `restart` does not forget
+        self._num_backward_at_step = 0
         self._num_steps_of: list[int] = []  # by index of the optimizer
         self._running_step_frame: Any = None  # frame of the outermost running `Optimizer.step`, None outside of one
         self._num_nested = 0  # running `Optimizer.step` calls inside the outermost
         self.has_stepped = False  # whether an optimizer has stepped since the latest GradScaler.step began
         self.scaler_depth = 0  # running calls of GradScaler.step, one inside another
         self._pending: list[dict[str, Any]] = []  # steps not reported yet: reading their losses synchronizes the device
-        self._device = torch.device("cpu")
+        self.device = torch.device("cpu")
         self._num_compilations = 0
         self._peak_bytes: int | None = None
         self.modules: dict[int, Any] = {}  # outermost modules that have run in training: weak references by id
@@ -94,6 +102,29 @@ class Observer:
         self._num_steps_of = []
         self._running_step_frame = None
         self._pending = []
+
+    def restart(self) -> None:
+        """Report the next steps as those of a new run, with the optimizers, forwards and counts from the start."""
+        self._reset()
+        self._num_compilations = 0
+        self.passes.num_backward = 0
+        self.passes.pop_record()
+        self.passes.watch_modules()
+        self.loaders.restart()
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether an optimizer has stepped and no backward pass was made since."""
+        return self.num_steps > 0 and self.passes.num_backward == self._num_backward_at_step
+
+    @property
+    def has_compiled(self) -> bool:
+        """Whether anything was compiled in this process."""
+        return self._num_compilations > 0
+
+    def living_optimizers(self) -> list[Any]:
+        """Return the optimizers that have stepped and still exist, in a fixed order."""
+        return [each for each in (reference() for reference in self._all_optimizers) if each is not None]
 
     def watch(self) -> None:
         """Install the hooks of DataLoaders, forward and backward passes, optimizers, torch.compile and GradScaler."""
@@ -188,6 +219,7 @@ class Observer:
         self.num_steps += 1
         self._num_steps_of[index] += 1
         self.passes.has_stepped = True
+        self._num_backward_at_step = self.passes.num_backward
         step = {
             "optimizer": index,
             "is_skipped": is_skipped if found_inf is None else found_inf,
@@ -203,7 +235,7 @@ class Observer:
         if self.num_steps == passes.NUM_FULLY_WATCHED and self.gradient_recorder is None:
             self.passes.unwatch_modules()
         if (
-            self._device.type == "cpu"
+            self.device.type == "cpu"
             or self.num_steps <= passes.NUM_FULLY_WATCHED
             or self._num_steps_of[index] % NUM_STEPS_PER_SYNC == 0
         ):
@@ -214,8 +246,8 @@ class Observer:
         """Synchronize the device, read losses and memory, and report the pending steps."""
         last = self._pending[-1]
         last.update(self._memory_fields())
-        if self._device.type != "cpu":
-            getattr(torch, self._device.type).synchronize(*self._device_arguments)
+        if self.device.type != "cpu":
+            getattr(torch, self.device.type).synchronize(*self._device_arguments)
             last["time"] = time.monotonic()
         last["is_settled"] = True  # its time is that after a synchronization; the times of the others are not
         last["overhead_seconds"] = self.passes.overhead_seconds + self.loaders.overhead_seconds
@@ -230,22 +262,22 @@ class Observer:
     @property
     def _device_arguments(self) -> tuple[Any, ...]:
         """Return the arguments for functions of `torch.cuda` or its like: the device; none for `torch.mps`."""
-        return () if self._device.type == "mps" else (self._device,)
+        return () if self.device.type == "mps" else (self.device,)
 
     def _update_peak_memory(self) -> None:
         """Read this process's peak resident memory if it trains on a CPU.
 
         The sending thread calls this, not every step: reading it takes longer than sending a step's messages.
         """
-        if self._optimizers and self._device.type == "cpu":
+        if self._optimizers and self.device.type == "cpu":
             self._peak_bytes = _peak_resident_bytes()
 
     def _memory_fields(self) -> dict[str, Any]:
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             if self.num_steps <= NUM_STEPS_SENT_AT_ONCE:
                 self._update_peak_memory()
             return {"peak_memory_bytes": self._peak_bytes}
-        module = getattr(torch, self._device.type)
+        module = getattr(torch, self.device.type)
         stats = module.memory_stats(*self._device_arguments) if hasattr(module, "memory_stats") else {}
         return {
             "peak_memory_bytes": stats.get("allocated_bytes.all.peak", 0),
@@ -257,8 +289,10 @@ class Observer:
         """Give a new optimizer its index, take its parameters' device as that of the training, and report both."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._optimizers.append(weakref.ref(optimizer))
+        if all(each() is not optimizer for each in self._all_optimizers):
+            self._all_optimizers.append(self._optimizers[-1])
         self._num_steps_of.append(0)
-        self._device = next((p.device for p in parameters if p.device.type != "cpu"), self._device)
+        self.device = next((p.device for p in parameters if p.device.type != "cpu"), self.device)
         modules = [module for module in (reference() for reference in self.modules.values()) if module is not None]
         untrained = {id(p): p for module in modules for p in module.parameters() if not p.requires_grad}
         self.channel.send(
@@ -270,7 +304,7 @@ class Observer:
             devices=sorted({str(p.device) for p in parameters}),
             is_fused=any(group.get("fused") for group in optimizer.param_groups),
             line=where.user_line(),
-            uses_tf32=self._device.type == "cuda"
+            uses_tf32=self.device.type == "cuda"
             and getattr(torch.backends.cuda.matmul, "fp32_precision", "") == "tf32",
             num_threads=torch.get_num_threads(),
             host=socket.gethostname(),
