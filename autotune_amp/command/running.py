@@ -37,6 +37,7 @@ INJECTED = Path(__file__).parent / "agent" / "path"  # put on PYTHONPATH, so tha
 TRIAL_DIR = "trial"  # the folder in a run's own folder that `{trial_dir}` stands for
 _MEMORY_SECONDS = 0.5  # between two checks of the memory of all processes
 _MEMORY_GROWTH = 1.1  # read the exact memory again once resident memory has grown by this factor: it is slow to read
+_SWITCH_SECONDS = 30.0  # limit of the wait for a point between two steps: several slow steps, or a short evaluation
 _NUM_OUTPUT_CHUNKS = 256  # of up to 64 KiB that are kept of the output
 
 
@@ -186,6 +187,8 @@ class RunningCommand:
             if switched is not None and switched.problem is not None:
                 return Failure(kind="unsupported", message=switched.problem)
             now = time.monotonic()
+            if self._is_switched and switched is None and now - self._began > _SWITCH_SECONDS:
+                return Failure(kind="unsupported", message=f"it did not switch within {_SWITCH_SECONDS:.0f} s")
             state = self._read_state(now, memory_limit_bytes)
             result = verdict(
                 self._events,

@@ -48,21 +48,21 @@ class LoaderObserver:
         if where.maker_module() == _ACCELERATE_LOADERS:
             self._num_not_yet_used[str(self._num_loaders)] = 0
         self._num_loaders += 1
-        self.report(loader)
-
-    def report(self, loader: Any) -> None:
-        """Send a `Loader` message with the present batch size of a DataLoader."""
         dataset = id(loader.dataset)
         if dataset not in self._calls_by_dataset or where.is_called_by_user():
             self._calls_by_dataset[dataset] = where.maker(), where.user_line()
         maker, line = self._calls_by_dataset[dataset]  # Accelerate rebuilds the user's loader: report the user's call
         object.__setattr__(loader, "_autotune_amp_maker", maker)
         object.__setattr__(loader, "_autotune_amp_line", line)
+        self.report(loader)
+
+    def report(self, loader: Any) -> None:
+        """Send a `Loader` message with the present batch size of a DataLoader."""
         self._channel.add(
             "loader",
             index=loader._autotune_amp_index,
-            maker=maker,
-            line=line,
+            maker=loader._autotune_amp_maker,
+            line=loader._autotune_amp_line,
             batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor,
