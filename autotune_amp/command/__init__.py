@@ -18,7 +18,7 @@ warning.
 
 **One start for several settings.** On Linux, a run of one process without compiled code is paused once it is measured.
 The next trial that differs only in a precision or batch size set without a placeholder continues it with these values:
-trained weights, optimizer state and random numbers are put back, a GradScaler starts anew, and the warm-up begins again.
+trained weights, optimizer state and random numbers are put back, a GradScaler starts anew, the warm-up begins again.
 What cannot be changed there (a framework's precision, a batch sampler of the script's own) is started, and so is a
 setting that fails after such a change, except for lack of time, or of memory at a batch size larger than before.
 Schedulers and the script's own counters are not put back. Fidelity checks and confirmations are always runs of their
