@@ -42,14 +42,9 @@ class RunEvents:
         steps.
         """
         events = RunEvents()
-        for message in (
-            *self.of(Hello),
-            *self.of(Torch),
-            *self.of(Loader),
-            *self.of(Scaler),
-            *self.of(Switch),
-            *self.of(Optimizer),  # until `Switched`
-        ):
+        messages: list[Message] = [*self.of(Hello), *self.of(Torch), *self.of(Loader), *self.of(Scaler)]
+        messages += [*self.of(Switch), *self.of(Optimizer)]  # the latter until `Switched`
+        for message in messages:
             events.add(message)
         return events
 

@@ -12,6 +12,7 @@ import torch
 from described_commands import described, local_backend, trial
 
 from autotune_amp.command import command as command_module
+from autotune_amp.command import running
 from autotune_amp.command.agent import switching
 from autotune_amp.command.backend import CommandBackend
 from autotune_amp.core.outcome import Description, Measurement
@@ -50,7 +51,7 @@ Describe = Callable[..., CommandBackend]
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The command lines that were started."""
     found: list[Any] = []
-    started = command_module.started
+    started = running.started
 
     def noted(arguments: Any, **how: Any) -> Any:
         found.append(arguments)
