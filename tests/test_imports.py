@@ -73,8 +73,9 @@ def imported(module: str) -> list[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             # In the user's processes the agent has another name, and nothing of the package beside it.
-            assert node.level <= is_under(module, (AGENT,)), f"{module} has a relative import"
-            package = f"autotune_amp.{AGENT}." * node.level
+            above = ".".join(module.split(".")[: -node.level]) if node.level else ""
+            assert not node.level or is_under(above, (AGENT,)), f"{module} has a relative import"
+            package = f"autotune_amp.{above}." if node.level else ""
             names = [package + ".".join(filter(None, (node.module, alias.name))) for alias in node.names]
         for name in names:
             own = name.removeprefix("autotune_amp.")

@@ -32,7 +32,8 @@ KEPT_LIST = "made.json"  # file of a study with the data that runs have created 
 
 @dataclass
 class LiveRun:
-    """Processes of a measured run of a command, which are paused and can switch to another setting (`agent.switching`).
+    """Processes of a measured run of a command, which are paused and can switch to another setting (see
+    `agent.outside.switching`).
 
     They were started by `filled` (see `CommandTemplate.of_setting`) in `environment`, and have run `setting` last.
     `max_batch_size` is the largest that they have run. Closing `stack` ends them.

@@ -228,8 +228,8 @@ class RunningCommand:
         watcher: Watcher,
         memory_limit_bytes: int | None,
     ) -> CompletedRun | Failure:
-        """Continue after `pause` with other `values` (see `agent.switching`), and wait for the verdict on them as in
-        `wait_for_verdict`. Return a failure of the kind ``unsupported`` if the agent cannot set them.
+        """Continue after `pause` with other `values` (see `agent.outside.switching`), and wait for the verdict on them
+        as in `wait_for_verdict`. Return a failure of the kind ``unsupported`` if the agent cannot set them.
         """
         self._receive_last_messages()
         self._began, self._events, self._is_switched = time.monotonic(), self._events.before_steps(), True

@@ -82,8 +82,7 @@ from autotune_amp.dimensions.fp8_recipe import FP8_RECIPE
 from autotune_amp.dimensions.memory_format import MEMORY_FORMAT
 from autotune_amp.dimensions.num_workers import NUM_WORKERS
 from autotune_amp.dimensions.optimizer_impl import OPTIMIZER_IMPL
-from autotune_amp.dimensions.pinned_modules import PINNED_MODULES
-from autotune_amp.dimensions.precision import AS_FOUND, PRECISION
+from autotune_amp.dimensions.precision import AS_FOUND, PINNED_MODULES, PRECISION
 from autotune_amp.dimensions.weights import WEIGHTS
 
 __all__ = [

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from types import CodeType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from autotune_amp.dimensions.dimension import Choices, Variant
 
@@ -34,9 +34,6 @@ class _Attention(Variant):
     """
 
     name = "attention"
-    removable: ClassVar[Mapping[str, float]] = dict.fromkeys(
-        ("matrix_products", "slow_matrix_products", "casts", "fp32_operations", "idle", "rest"), 1.0
-    )
     left_out_of_fallbacks = True  # a backend may not support the fallback's precision
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:

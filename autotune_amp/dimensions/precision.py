@@ -1,4 +1,6 @@
-"""Precision of the forward and backward pass, and whether the caller's own TF32 flags and autocast are kept."""
+"""Precision of the forward and backward pass, the modules that run in fp32 in every precision, and whether the caller's
+own TF32 flags and autocast are kept.
+"""
 
 from __future__ import annotations
 
@@ -60,5 +62,16 @@ class _AsFound(Dimension[bool]):
     found_by = None
 
 
+class _PinnedModules(Dimension[tuple[str, ...]]):
+    """Names of the modules that run in fp32, which the fidelity check finds."""
+
+    name = "pinned_modules"
+    found_by = None
+
+    def apply(self, training: Any, value: tuple[str, ...]) -> None:
+        training.pin(value)
+
+
 PRECISION = _Precision()
 AS_FOUND = _AsFound()
+PINNED_MODULES = _PinnedModules()

@@ -99,10 +99,11 @@ class StepAmp(torch.amp.GradScaler):
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         clip_norm: float | None = None,
+        num_tokens: int | Tensor | None = None,  # noqa: ARG002 - the trial counts the tokens of its batches itself
     ) -> StepAmpResult:
         """Run a training step: zero_grad, `closure` under autocast, backward, unscale_, clip, step and update.
 
-        `closure` returns the loss; gradients are clipped to `clip_norm` unless it is None.
+        `closure` returns the loss; gradients are clipped to `clip_norm` unless it is None. `num_tokens` is not used.
         """
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         for each in optimizers:
@@ -224,6 +225,7 @@ class StepAmp(torch.amp.GradScaler):
             is_enabled=True,
             is_advisory=False,
             pinned_modules=self.config.pinned_modules,
+            excluded_attention=(),
             scale=None if self.config.loss_scale is None else self.get_scale(),
             growth_tracker=None,
             update=self.num_updates,
@@ -241,6 +243,8 @@ class StepAmp(torch.amp.GradScaler):
             seconds_by_precision={},
             flushed_share=None,
             step_seconds=None,
+            tokens_per_second=None,
+            mfu=None,
             loss=None,
             peak_memory_bytes=0,
             saved_memory_bytes=None,
@@ -259,6 +263,9 @@ class StepAmp(torch.amp.GradScaler):
 
     def attach(self, model: nn.Module, rerun: Callable[[], Tensor] | None = None) -> None:
         """Do nothing: the model is not monitored here."""
+
+    def count_tokens(self, batch: Any) -> None:
+        """Do nothing: the trial counts the tokens of its batches itself."""
 
     def synchronize(self) -> None:
         """Do nothing: no work is pending here."""

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.evidence import THROUGHPUT_OBJECTIVES, Objective
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measurement, Outcome, Record
@@ -60,7 +58,7 @@ class Ledger:
         search_id: str = "",
         write: Callable[[Record], None] = lambda _: None,
     ) -> None:
-        self.objective = objective
+        self.requested_objective = objective
         self.search_id = search_id
         self.records = tuple(records)
         self.scales: dict[Setting, CalibrationResult] = loss_scales.calibration_results(records, num_steps)
@@ -126,6 +124,19 @@ class Ledger:
     def accumulation(self) -> Accumulation | None:
         """Return the result of the accumulation check, or None if it was not run."""
         return ranking.accumulation_result(self.records)
+
+    @cached_property
+    def objective(self) -> Objective:
+        """Return what settings are compared by: the requested objective, but tokens in place of samples per second once
+        a trial had samples of another length, because of its arguments of the command.
+        """
+        if self.requested_objective != "speed":
+            return self.requested_objective
+        measured = [(r.candidate, r.outcome) for r in self.records if isinstance(r.outcome, Measurement)]
+        todays = [outcome for setting, outcome in measured if not setting.arguments]
+        ratios = (ranking.token_ratio([outcome], todays) for setting, outcome in measured if setting.arguments)
+        # Padding differs from batch to batch by less than the gain that settings are kept for.
+        return "tokens" if any(abs(ratio - 1) > ranking.MIN_GAIN for ratio in ratios) else "speed"
 
     @property
     def is_by_throughput(self) -> bool:
@@ -241,8 +252,9 @@ class Ledger:
     def throughputs(self, *, without_waiting: bool = False) -> dict[Setting, list[float]]:
         """Return the throughput of each measurement, for every setting that `is_recommendable`; more is better.
 
-        The unit is samples that reach the optimizer per second or, for the objective energy if all measurements have
-        it, per joule. With `without_waiting` the time that a step waited for data is subtracted from its seconds.
+        The unit is samples, for the objective tokens tokens, that reach the optimizer per second or, for the objective
+        energy if all measurements have it, per joule. With `without_waiting` the time that a step waited for data is
+        subtracted from its seconds.
         """
         recommendable = {c: measurements for c, measurements in self.measurements.items() if self.is_recommendable(c)}
         has_joules = all(m.joules_per_sample for measurements in recommendable.values() for m in measurements)
@@ -251,9 +263,10 @@ class Ledger:
             if self.objective == "energy" and has_joules and measurement.joules_per_sample:
                 return 1 / measurement.joules_per_sample
             computing_share = max(MIN_COMPUTING_SHARE, 1 - ranking.data_share(measurement)) if without_waiting else 1.0
-            return measurement.samples_per_second / computing_share
+            compared = ranking.in_tokens(measurement) if self.objective == "tokens" else measurement
+            return compared.samples_per_second / computing_share
 
-        shares = {c: max(MIN_APPLIED_SHARE, self.applied_share(c)) * self.token_ratio(c) for c in recommendable}
+        shares = {c: max(MIN_APPLIED_SHARE, self.applied_share(c)) for c in recommendable}
         return {c: [shares[c] * throughput(m) for m in measurements] for c, measurements in recommendable.items()}
 
     @cached_property
@@ -262,7 +275,7 @@ class Ledger:
 
         Samples of steps that the loss scaler skipped count too.
         """
-        return {c: merit(measurements, self.token_ratio(c)) for c, measurements in self.measurements.items()}
+        return {c: merit(measurements) for c, measurements in self.measurements.items()}
 
     @cached_property
     def ruled_out(self) -> dict[Setting, str]:
@@ -284,9 +297,7 @@ class Ledger:
         allowed = {
             c: measurements for c, measurements in self.measurements.items() if c == baseline or c not in self.ruled_out
         }
-        return {
-            c: merit(measurements, self.token_ratio(c) * self.applied_share(c)) for c, measurements in allowed.items()
-        }
+        return {c: merit(measurements, self.applied_share(c)) for c, measurements in allowed.items()}
 
     @cached_property
     def speeds(self) -> dict[Setting, float]:
@@ -371,22 +382,6 @@ class Ledger:
         """
         scales = loss_scales.scales_of(self.scales, setting)
         return 1.0 if scales is None else scales.replay(scales.best).applied_share
-
-    def token_ratio(self, setting: Setting) -> float:
-        """Return the tokens of a sample with the setting's arguments over those with today's.
-
-        Samples of different lengths are then compared by their tokens. The ratio is 1 if it is unknown, and if it is
-        within 3 %, since padding differs from batch to batch.
-        """
-        plain = replace(setting, arguments=())
-        if plain == setting or setting not in self.measurements:
-            return 1.0
-        ratio = ranking.token_ratio(self.measurements[setting], self.measurements.get(plain) or self._today)
-        return ratio if abs(ratio - 1) > ranking.MIN_GAIN else 1.0
-
-    @property
-    def _today(self) -> Sequence[Measurement]:
-        return self.measurements.get(self.space.baseline, ())
 
     def loss_scale(self, setting: Setting) -> LossScale | None:
         """Return the loss scale to train a setting with, the default if not calibrated; None without a scaler."""

@@ -145,7 +145,12 @@ def _run_check(inputs: CheckInputs, spec: Check, tell: Tell) -> Fidelity | Calib
 def _count_flops(inputs: CheckInputs, spec: Check) -> CountedFlops:
     """Count the operations of a pass over the first batch in fp32, which are the same in every precision."""
     tokens = count_tokens(inputs.batches[0])
-    flops, problem = count_flops(lambda: Passes(inputs).run(0, "fp32"))
+    passes = Passes(inputs)
+    try:
+        flops, problem = count_flops(lambda: passes.run(0, "fp32"))
+    finally:
+        passes.restore()
+        passes.model.zero_grad(set_to_none=True)
     return CountedFlops(
         flops=flops,
         num_samples=spec.candidate.batch_size,

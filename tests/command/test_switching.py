@@ -13,7 +13,7 @@ from described_commands import described, local_backend, trial
 
 from autotune_amp.command import command as command_module
 from autotune_amp.command import running
-from autotune_amp.command.agent import switching
+from autotune_amp.command.agent.outside import switching
 from autotune_amp.command.backend import CommandBackend
 from autotune_amp.core.outcome import Description, Measurement
 from autotune_amp.core.setting import Setting

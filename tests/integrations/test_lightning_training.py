@@ -175,7 +175,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         trainer_arguments(fp16(), precision="16-mixed")
     with pytest.raises(InvalidRequestError, match="contradicts the config"):
         trainer_arguments(fp16(), plugins=[AutotunePrecision(fp16(batch_size=8))])
-    recommendation: Any = SimpleNamespace(config=fp16())
+    recommendation: Any = SimpleNamespace(config=fp16(), measured_flops=None)
     assert trainer_arguments(fp16(), plugins=AutotunePrecision(recommendation))["accumulate_grad_batches"] == 1
     with pytest.raises(InvalidRequestError, match="accumulate_grad_batches=4 contradicts"):
         trainer_arguments(fp16(), accumulate_grad_batches=4)

@@ -39,7 +39,7 @@ def searched(objective: Any, folder: Path, answer: Any = answer, check: Any = al
     options = msgspec.structs.replace(OPTIONS, objective=objective, price_per_hour=3.6)
     description, device = described(), DEVICE
     ours = ScriptedSearch(build_space(device, description, options), answer, 300.0, check_answer=check, device=device)
-    ours.ledger.objective = objective
+    ours.ledger.requested_objective = objective
     ours.explore(is_checked=True)
     assert ours.ledger.final_shortlist is not None
     ours.confirm(ours.ledger.final_shortlist, {})

@@ -44,7 +44,8 @@ def test_it_has_the_controllers_methods_with_the_same_parameters(kind: type) -> 
         if callable(theirs):
             given, expected = (inspect.signature(owner) for owner in (getattr(kind, name), theirs))
             named = [p.name for p in expected.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-            given.bind(*[None] * len(named))
+            by_keyword = [p.name for p in expected.parameters.values() if p.kind is p.KEYWORD_ONLY]
+            given.bind(*[None] * len(named), **dict.fromkeys(by_keyword))
             assert set(named) <= set(given.parameters) or name == "step", name
 
 

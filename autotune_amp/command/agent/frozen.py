@@ -18,7 +18,7 @@ from . import where
 from .batches import first_tensor
 from .channel import Channel
 from .imports import after_import
-from .outside import in_fp32
+from .outside.hooks import in_fp32
 
 _HALF = (torch.bfloat16, torch.float16)
 

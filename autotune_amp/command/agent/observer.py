@@ -20,9 +20,10 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import batches, deepspeed_engine, passes, where
+from . import batches, passes, where
 from .channel import Channel
 from .imports import after_import
+from .outside import deepspeed_engine
 
 NUM_STEPS_SENT_AT_ONCE = 8  # first steps, which are sent at once; later ones are queued for the channel's thread
 # Steps of an optimizer that are timed together on an accelerator, since each synchronization delays training.
@@ -63,12 +64,12 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
 
         sites.watch(channel, observer)
     if settings.get("outside") is not None:
-        from .outside import SettingHooks
+        from .outside.hooks import SettingHooks
 
         hooks = SettingHooks(channel, observer.passes, settings["outside"], switches=settings.get("switches", False))
         hooks.install()
         if settings.get("switches"):
-            from .switching import Switcher
+            from .outside.switching import Switcher
 
             Switcher(channel, observer, hooks, settings["folder"])
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import deepspeed_engine, where
+from . import where
 from .imports import after_import
-from .outside import SettingHooks
+from .outside import deepspeed_engine
+from .outside.hooks import SettingHooks
 from .passes import NUM_FULLY_WATCHED, PassRecorder
 
 _FIELD_NAMES = {"batch_size": "batch size", "accumulation_steps": "accumulation"}

@@ -406,7 +406,7 @@ def recommend(
         search=search,
         workload=workload,
         options={name: fields[name] for name in fields if name not in _OPTIONS_NOT_KEPT},
-        objective=options.objective,
+        objective=ledger.objective,
         job=cost_of_training(decision.config, decision.evidence, options, workload.num_ranks),
         unit_price=unit_price(decision.evidence, options),
         utilization=utilization(decision, ledger.records, circumstances["hardware"], workload),

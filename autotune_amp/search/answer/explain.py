@@ -30,6 +30,9 @@ WIDE_INTERVAL = 0.2
 SECONDS_OF_A_TRIAL = 15.0  # with the checks that may follow it, to suggest a larger budget
 
 _WHOLE_DEVICE = "The energy is that of the whole device, including other processes that ran on it during a trial."
+_COMPARED_BY_TOKENS = (
+    "Settings are compared by tokens per second, since samples have another length with some arguments."
+)
 _UNTRIED = "not tried: less promising than what was measured"
 _ENDED = "not tried: the search ended before"
 
@@ -237,6 +240,7 @@ def warnings_and_notes(
         *_missing_plan_notes(space, config),
         *_own_loop_notes(chosen_runs, description),
         *([_WHOLE_DEVICE] if ledger.objective == "energy" else []),
+        *([_COMPARED_BY_TOKENS] if ledger.objective != ledger.requested_objective else []),
         *space.notes,
     ]
     return warnings, notes

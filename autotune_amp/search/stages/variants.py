@@ -26,6 +26,7 @@ from autotune_amp.search.ranking import (
     MIN_GAIN,
     check_key,
     needs_check,
+    token_ratio,
 )
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import next_promising
@@ -371,7 +372,7 @@ def _row(
     (low, high), (base_low, base_high) = (
         _per_sample(r, m) for r, m in ((record.candidate, outcome), (reference, reference_measurement))
     )
-    ratio = ledger.token_ratio(record.candidate) / ledger.token_ratio(reference)
+    ratio = token_ratio([outcome], [reference_measurement]) if ledger.objective == "tokens" else 1.0
     if _is_without_effect(dimension, outcome, reference_measurement):
         row = replace(row, reason=NO_DIFFERENCE)
     return replace(

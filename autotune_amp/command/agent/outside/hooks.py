@@ -18,9 +18,9 @@ from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import BatchSampler, dataloader
 
-from . import where
+from .. import where
+from ..imports import after_import
 from .frameworks import FrameworkHooks
-from .imports import after_import
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}

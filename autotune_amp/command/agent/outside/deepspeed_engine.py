@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .imports import after_import
+from ..imports import after_import
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}  # by precision, which is also the name of its section in the config
 _ARGUMENTS = {

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from . import where
+from .. import where
+from ..imports import after_import
 from .deepspeed_engine import ConfigHooks
-from .imports import after_import
 
 _TRAINING_ARGUMENTS = {
     "batch_size": "per_device_train_batch_size",
