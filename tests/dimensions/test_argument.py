@@ -147,7 +147,8 @@ def test_samples_of_another_length_are_compared_by_their_tokens() -> None:
         tokens = measurement.samples_per_second * gain * (64 if is_short else 128)
         return faster(measurement, gain, tokens_per_second=tokens)
 
-    _, rows, winner = searched(answer)
+    search, rows, winner = searched(answer)
+    assert (search.ledger.requested_objective, search.ledger.objective) == ("speed", "tokens")
     assert winner.arguments == ()
     assert rows["attn", "eager"].speedup == pytest.approx(0.8)
 
