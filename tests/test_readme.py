@@ -50,7 +50,7 @@ QUICK = [
     Example("AutotuneAccelerator", r"\Afp16\n\Z"),
     Example("from autotune_amp import AmpConfig, prepare", r"\ATrue True\n\Z"),
     Example("controller.attach(model", r"\A\Z"),
-    Example("sinks=", r"\A\{'autotune_amp/update': 64, 'autotune_amp/precision': 'bf16'[^\n]*\nTrue tensor"),
+    Example("sinks = [", r"\A\{'autotune_amp/update': 64, 'autotune_amp/precision': 'bf16'[^\n]*\nTrue tensor"),
 ]
 SLOW = [
     FIRST,

@@ -5,6 +5,26 @@ results. The closure computes the loss and nothing else: if steps fail it is cal
 `for batch, is_last in controller.windows(loader)` a call is one pass of an accumulation window, and its share of the
 loss is taken for you. A list of optimizers is stepped one by one.
 
+```python
+import torch
+from torch import nn
+from autotune_amp import AmpConfig, PrecisionController
+from autotune_amp.integrations.sinks import tensorboard  # wandb, mlflow, opentelemetry
+
+x, y = torch.randn(2048, 64), torch.randint(10, (2048,))
+dataset = torch.utils.data.TensorDataset(x, y)
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+optimizer, loss_fn = torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss()
+
+config = AmpConfig(precision="bf16", batch_size=32, fallback=["fp32"])
+sinks = [tensorboard("runs/1"), print]  # or any callable
+controller = PrecisionController(config, device="cpu", run_log="run.jsonl", sinks=sinks)
+for inputs, targets in torch.utils.data.DataLoader(dataset, batch_size=32):
+    stepped = controller.train_step(lambda: loss_fn(model(inputs), targets), optimizer)
+controller.detach()  # waits for the sinks
+print(bool(stepped), stepped.loss, stepped.grad_norm, controller.status().history)
+```
+
 In an existing loop the controller replaces GradScaler, and its `autocast()` replaces torch's. It *is* a
 `torch.amp.GradScaler`, and as long as nothing fails the weights are identical bit for bit:
 
