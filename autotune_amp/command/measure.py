@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from statistics import fmean
 
-from autotune_amp.command.messages import Loader
+from autotune_amp.command.messages import Loader, Step
 from autotune_amp.command.rank_steps import Interval, Rank
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.core.intervals import trimmed_interval
@@ -17,7 +17,7 @@ from autotune_amp.processes.ranks import failure_of_rank
 from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, NUM_WARMUP_STEPS, Trial, stop_reason
 from autotune_amp.trial.judge import RunEvidence, judge
 
-NUM_FIRST_STEPS = 8  # steps whose losses are kept: small differences grow from step to step
+NUM_FIRST_STEPS = 8  # steps whose losses and tokens are kept: small differences grow from step to step
 MIN_NUM_INTERVALS = 2  # the least from which an interval of the step time can be given
 MAX_RARE_SHARE = 0.1  # numbers of batches in at most this share of the steps are ignored
 _PRECISION_BY_DTYPE: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
@@ -121,7 +121,17 @@ def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int
         num_compiling_steps=rank.num_compiling_steps,
         num_steps_taken=len(rank.primary_steps),
         first_losses=first_losses if all(map(math.isfinite, first_losses)) else (),
+        num_first_tokens=_num_tokens(first_steps) if len(first_steps) == NUM_FIRST_STEPS else None,
     )
+
+
+def _num_tokens(first_steps: list[Step]) -> int | None:
+    """Return the number of tokens without padding in the first steps of a run; None without token ids."""
+    by_loader = first_steps[-1].tokens_by_loader
+    if by_loader:
+        return sum(num for num, _ in by_loader.values())
+    counts = [step.tokens[0] for step in first_steps if step.tokens is not None]
+    return sum(counts) if counts else None
 
 
 def description(rank: Rank, name: str, today: Setting, began: float) -> Description:

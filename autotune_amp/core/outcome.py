@@ -53,7 +53,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     own Trainer, including its work between steps, and `why_not_own_loop` is the reason if a confirmation could not use
     it. `tokens_per_second` are real tokens over the measured steps, and `padded_share` is the share of all positions
     that is padding; both None if no batch held token ids (`command.agent.tokens`). `first_losses` are those of a
-    command's first optimizer steps.
+    command's first optimizer steps, and `num_first_tokens` the real tokens in these, None without token ids.
     """
 
     step_seconds: Positive
@@ -85,6 +85,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     tokens_per_second: Positive | None = None
     padded_share: Share | None = None
     first_losses: tuple[float, ...] = ()
+    num_first_tokens: Whole | None = None
 
     @property
     def num_steps(self) -> int:

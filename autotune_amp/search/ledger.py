@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.evidence import THROUGHPUT_OBJECTIVES, Objective
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measurement, Outcome, Record
@@ -132,11 +134,17 @@ class Ledger:
         """
         if self.requested_objective != "speed":
             return self.requested_objective
-        measured = [(r.candidate, r.outcome) for r in self.records if isinstance(r.outcome, Measurement)]
-        todays = [outcome for setting, outcome in measured if not setting.arguments]
-        ratios = (ranking.token_ratio([outcome], todays) for setting, outcome in measured if setting.arguments)
-        # Padding differs from batch to batch by less than the gain that settings are kept for.
-        return "tokens" if any(abs(ratio - 1) > ranking.MIN_GAIN for ratio in ratios) else "speed"
+        # At one batch size, all runs take the same samples in their first steps.
+        num_tokens = {
+            r.candidate: r.outcome.num_first_tokens
+            for r in self.records
+            if r.purpose == "search" and isinstance(r.outcome, Measurement) and r.outcome.num_first_tokens
+        }
+        for setting, num in num_tokens.items():
+            today = num_tokens.get(replace(setting, arguments=()))
+            if today is not None and abs(num / today - 1) > ranking.MIN_GAIN:
+                return "tokens"
+        return "speed"
 
     @property
     def is_by_throughput(self) -> bool:

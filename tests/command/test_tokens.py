@@ -121,6 +121,7 @@ def test_a_commands_tokens_are_those_of_all_ranks_over_the_measured_steps() -> N
             heard.add(said.step(pid, number, tokens_by_loader={"0": (tokens, 80 * number + 1000)}))
     found = measured(heard)
     assert found.tokens_per_second == pytest.approx(2 * 60 / said.STEP_SECONDS)
+    assert found.num_first_tokens == 1000 + 60 * 8
     assert found.padded_share == pytest.approx(0.25)
 
 
@@ -134,6 +135,7 @@ def test_without_a_loader_tokens_are_those_that_entered_the_model() -> None:
     found = measured(heard)
     assert found.samples_per_second == pytest.approx(4 / said.STEP_SECONDS)
     assert found.tokens_per_second == pytest.approx(30 / said.STEP_SECONDS)
+    assert found.num_first_tokens == 30 * 8
 
 
 def test_a_command_without_token_ids_has_no_tokens() -> None:

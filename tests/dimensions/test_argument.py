@@ -144,13 +144,26 @@ def test_samples_of_another_length_are_compared_by_their_tokens() -> None:
     def answer(setting: Setting, measurement: Measurement) -> Outcome:
         is_short = value_of(setting, "attn") == "eager"  # half as long, in more than half of the time
         gain = 1.6 if is_short else 1.0
-        tokens = measurement.samples_per_second * gain * (64 if is_short else 128)
-        return faster(measurement, gain, tokens_per_second=tokens)
+        length = 64 if is_short else 128
+        tokens = measurement.samples_per_second * gain * length
+        num_first = 8 * setting.effective_batch_size * length
+        return faster(measurement, gain, tokens_per_second=tokens, num_first_tokens=num_first)
 
     search, rows, winner = searched(answer)
     assert (search.ledger.requested_objective, search.ledger.objective) == ("speed", "tokens")
     assert winner.arguments == ()
     assert rows["attn", "eager"].speedup == pytest.approx(0.8)
+
+
+def test_padding_that_differs_from_run_to_run_is_no_other_length() -> None:
+    lengths = iter(range(60, 1000))
+
+    def answer(setting: Setting, measurement: Measurement) -> Outcome:
+        tokens = measurement.samples_per_second * next(lengths)
+        return faster(measurement, 1.0, tokens_per_second=tokens, num_first_tokens=64 * setting.effective_batch_size)
+
+    search, _, _ = searched(answer)
+    assert search.ledger.objective == "speed"
 
 
 def test_a_value_that_the_user_wrote_down_is_worth_any_start() -> None:
