@@ -29,14 +29,6 @@ another batch size. Both count as trials. A placeholder that does not reach the 
 requested and the observed value. A precision in which the command fails, or is far too slow, is left out with a
 warning.
 
-**One start for several settings.** On Linux, a run of one process without compiled code is paused once it is measured.
-The next trial that differs only in a precision or batch size set without a placeholder continues it with these values:
-trained weights, optimizer state and random numbers are put back, a GradScaler starts anew, the warm-up begins again.
-What cannot be changed there (a framework's precision, a batch sampler of the script's own) is started, and so is a
-setting that fails after such a change, except for lack of time, or of memory at a batch size larger than before.
-Schedulers and the script's own counters are not put back. Fidelity checks and confirmations are always runs of their
-own.
-
 **Fidelity.** The fidelity of a precision, and of your own arguments, is judged in runs of the command, by the gradients
 of the same batches at the same first weights. What acts after the gradients, such as an optimizer, is not judged. A
 model that is loaded in bf16 is compared with its weights converted to fp32; its rows called fp32 compute with the bf16

@@ -143,8 +143,7 @@ class CommandBackend(WorkloadBackend):
         """Do nothing: no process is forked for trials, so there is none to keep. See `WorkloadBackend`."""
 
     def close(self) -> None:
-        """End the process that runs probes, and the run of the command that waits for another setting."""
-        self._command.end_live()
+        """End the process that runs probes."""
         self._local.close()
 
     def _describe(self, job: Describe) -> Description | Failure:
@@ -188,9 +187,6 @@ class CommandBackend(WorkloadBackend):
             failed_values, other, followed = self._check_values_reach_training(other, today, rank, job, began)
             unsettable_values |= failed_values
             notes += note_on_values_set(followed.sets)
-            run = self._reusable_runs.get(other)
-            if run is not None and run[1].is_switched:
-                description = replace(description, switch_seconds=followed.primary_steps[0].time - run[1].began)
             if measure.weights_of(followed) != measure.weights_of(rank):  # the script converts its weights
                 description = replace(description, weights="fp32")
             on_each = " on each rank" if rank.world > 1 else ""
@@ -255,14 +251,8 @@ class CommandBackend(WorkloadBackend):
                 self._require_time(job, events, run_began, began)
             return measure.is_enough(events, as_trial, run_began)
 
-        completed = self._run_or_switch(
-            setting,
-            deadlines,
-            is_enough,
-            Watcher(),
-            environment=self._environment,
-            may_switch=True,
-            counts_flops=began is not None,
+        completed = self._command.run(
+            setting, deadlines, is_enough, Watcher(), environment=self._environment, counts_flops=began is not None
         )
         if isinstance(completed.verdict, Failure) and completed.events.first(Refused) is not None:
             raise _stopped_error(completed.verdict)
@@ -438,25 +428,8 @@ class CommandBackend(WorkloadBackend):
             f"Give --budget {math.ceil(needed / 10) * 10} or more.",
         )
 
-    def _run_or_switch(self, setting: Setting, *args: Any, **fields: Any) -> CompletedRun:
-        """Run the command as `Command.run` does. If it switched to `setting` and then trained otherwise, start it."""
-        completed = self._command.run(setting, *args, **fields)
-        slowest = measure.slowest_rank(completed.events) if completed.is_switched else None
-        if slowest is None or self._deviation(setting, slowest[0]) is None:
-            return completed
-        self._command.end_live()
-        return self._command.run(setting, *args, **fields)
-
     def _measure(self, trial: Trial) -> Measurement | Failure:
         completed = self._pop_reusable_run(trial) or self._run(trial)
-        measured = self._measurement(trial, completed)
-        if completed.is_switched and isinstance(measured, Failure) and measured.kind not in ("oom", "timeout"):
-            self._command.end_live()  # such as losses that are not finite: a run of its own decides
-            measured = self._measurement(trial, self._run(trial))
-        return measured
-
-    def _measurement(self, trial: Trial, completed: CompletedRun) -> Measurement | Failure:
-        """Return the measurement of a trial by its run, or the failure of the run."""
         slowest = measure.slowest_rank(completed.events)
         is_paused = (
             isinstance(completed.verdict, Failure)
@@ -467,10 +440,7 @@ class CommandBackend(WorkloadBackend):
             return completed.verdict
         measured = measure.measurement(completed.events, trial, completed.began, completed.state.memory_bytes)
         problem = None if slowest is None else self._deviation(trial.candidate, slowest[0])
-        if problem is not None:
-            return problem
-        is_shared = completed.is_switched and isinstance(measured, Measurement)
-        return replace(measured, is_build_shared=True) if is_shared else measured
+        return measured if problem is None else problem
 
     def _pop_reusable_run(self, trial: Trial) -> CompletedRun | None:
         """Remove and return the earlier run of the trial's setting, if the trial would only repeat it; else None."""
@@ -490,7 +460,7 @@ class CommandBackend(WorkloadBackend):
         began, deadlines = time.monotonic(), trial.deadlines
         if deadlines.step_seconds is not None:
             deadlines = replace(deadlines, step_seconds=max(PAUSE_SECONDS, deadlines.step_seconds))
-        return self._run_or_switch(
+        return self._command.run(
             trial.candidate,
             deadlines,
             lambda events: measure.is_enough(events, trial, began),
@@ -498,7 +468,6 @@ class CommandBackend(WorkloadBackend):
             seed=trial.seed,
             environment={**(self._environment or {}), **trial.environment},
             memory_limit_bytes=trial.memory_limit_bytes if trial.device == "cpu" else None,
-            may_switch=trial.purpose == "search" and not trial.environment,
         )
 
     def _check(self, check: Check) -> Fidelity | Failure:

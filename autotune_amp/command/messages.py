@@ -197,12 +197,6 @@ class Switch(AgentMessage, frozen=True, kw_only=True, tag="switch"):
     line: str
 
 
-class Switched(AgentMessage, frozen=True, kw_only=True, tag="switched"):
-    """Message that the training goes on with the requested values, as a new run; or the `problem` why it cannot."""
-
-    problem: str | None
-
-
 class Refused(AgentMessage, frozen=True, kw_only=True, tag="refused"):
     """Message that the process exits because it was about to change the existing file `path`, or to upload to the
     address `path`.
@@ -263,7 +257,6 @@ Message: TypeAlias = (
     | Diagnosed
     | Set
     | Switch
-    | Switched
     | Refused
     | Unstepped
     | Error

@@ -5,21 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, TypeVar
 
-from autotune_amp.command.messages import (
-    AgentMessage,
-    ConnectionClosed,
-    Error,
-    Exit,
-    Gradient,
-    Hello,
-    Loader,
-    Message,
-    Optimizer,
-    Scaler,
-    Stack,
-    Switch,
-    Torch,
-)
+from autotune_amp.command.messages import AgentMessage, ConnectionClosed, Error, Exit, Gradient, Message, Stack, Torch
 from autotune_amp.command.rank_steps import Rank
 
 M = TypeVar("M", bound=AgentMessage)
@@ -36,17 +22,6 @@ class RunEvents:
         """Add a message."""
         self._messages.setdefault(type(message), []).append(message)
         self._processes.setdefault(message.pid, Rank(message.pid)).add(message)
-
-    def before_steps(self) -> RunEvents:
-        """Return the messages that also describe a run of another setting in the same processes: all but those of
-        steps.
-        """
-        events = RunEvents()
-        messages: list[Message] = [*self.of(Hello), *self.of(Torch), *self.of(Loader), *self.of(Scaler)]
-        messages += [*self.of(Switch), *self.of(Optimizer)]  # the latter until `Switched`
-        for message in messages:
-            events.add(message)
-        return events
 
     def of(self, kind: type[M]) -> list[M]:
         """Return all messages of one kind."""

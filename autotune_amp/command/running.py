@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +20,7 @@ import psutil
 from autotune_amp.command.advice import with_advice
 from autotune_amp.command.leftovers import CLEAR_UP, read_entries, save_kept, set_aside, write_kept
 from autotune_amp.command.listening import Listener
-from autotune_amp.command.messages import Hello, Refused, Switched
+from autotune_amp.command.messages import Hello, Refused
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.startable import require_startable
 from autotune_amp.command.verdict import RunState, verdict
@@ -37,52 +37,43 @@ INJECTED = Path(__file__).parent / "agent" / "path"  # put on PYTHONPATH, so tha
 TRIAL_DIR = "trial"  # the folder in a run's own folder that `{trial_dir}` stands for
 _MEMORY_SECONDS = 0.5  # between two checks of the memory of all processes
 _MEMORY_GROWTH = 1.1  # read the exact memory again once resident memory has grown by this factor: it is slow to read
-_SWITCH_SECONDS = 30.0  # limit of the wait for a point between two steps: several slow steps, or a short evaluation
 _NUM_OUTPUT_CHUNKS = 256  # of up to 64 KiB that are kept of the output
 
 
 class CompletedRun(NamedTuple):
     """Result of a run: its start time `began` (monotonic, seconds), messages, last state of the processes, and verdict.
 
-    `is_switched`: the processes had run another setting before, and `began` is the time of the switch.
+    Of the files created outside of the run's own folders, `kept` are data that stay there (of this run and earlier
+    ones), and `stuck` are others that could not be moved. `opened` are the files of code and settings that it read.
     """
 
     began: float
     events: RunEvents
     state: RunState
     verdict: Literal["measured"] | Failure
-    is_switched: bool = False
+    kept: tuple[str, ...] = ()
+    stuck: tuple[str, ...] = ()
+    opened: tuple[str, ...] = ()
 
 
-class RunFiles(NamedTuple):
-    """Files of a run that has ended.
-
-    Of those created outside of the run's own folders, `kept` are data that stay there (of this run and earlier ones),
-    and `stuck` are others that could not be moved. `opened` are the files of code and settings that it read.
-    """
-
-    kept: tuple[str, ...]
-    stuck: tuple[str, ...]
-    opened: tuple[str, ...]
-
-
-@contextlib.contextmanager
-def started(
+def run(
     arguments: Sequence[str],
     *,
     environment: Mapping[str, str],
     agent: Mapping[str, Any],
-    ended: Callable[[RunFiles], object],
+    deadlines: Deadlines,
+    is_enough: Callable[[RunEvents], bool],
     watcher: Watcher,
     folder: Path | None = None,
     files: Mapping[str, str] | None = None,
+    memory_limit_bytes: int | None = None,
     output: Path | None = None,
     kept: Sequence[str] = (),
     memory: Path | None = None,
     aside: Path | None = None,
-) -> Iterator[RunningCommand]:
-    """Start the command in the working directory and yield it; then kill all its processes and call `ended` with its
-    files.
+) -> CompletedRun:
+    """Start the command in the working directory, receive its messages until `verdict` returns a result, then kill all
+    its processes.
 
     `folder` is for temporary files of the run (see `new_folder`), with an empty folder `TRIAL_DIR` and `files` (text by
     path) in it; it is removed at the end, also if this process is killed. `agent` are further settings of the agent
@@ -104,7 +95,7 @@ def started(
     }
     keeps_leftovers = memory is not None and aside is not None
     clear_up_call = [*CLEAR_UP, str(made_list), str(aside), str(memory), time.time()] if keeps_leftovers else None
-    command = RunningCommand(
+    command = _RunningCommand(
         arguments, environment, settings, run_folder, watcher, folders=writable[1:], when_orphaned=clear_up_call
     )
     try:
@@ -114,7 +105,7 @@ def started(
             Path(path).write_text(text)
         command.start()
         try:
-            yield command
+            completed = command.wait_for_verdict(deadlines, is_enough, memory_limit_bytes)
         finally:
             try:
                 command.end()
@@ -122,12 +113,14 @@ def started(
                 kept, stuck = set_aside(made_list, aside, command.first_step_time)
                 if memory is not None:
                     save_kept(memory, kept)
-                ended(RunFiles(kept, stuck, tuple(dict.fromkeys(read_entries(run_folder / "opened")))))
+        return completed._replace(
+            kept=kept, stuck=stuck, opened=tuple(dict.fromkeys(read_entries(run_folder / "opened")))
+        )
     finally:
         command.close()
 
 
-class RunningCommand:
+class _RunningCommand:
     """Processes of one run, with the threads that receive their messages and output."""
 
     def __init__(
@@ -141,8 +134,6 @@ class RunningCommand:
     ) -> None:
         self._watcher = watcher
         self._events = RunEvents()
-        self._is_switched = False
-        self._first_step_time: float | None = None
         self._latest_output: deque[str] = deque(maxlen=_NUM_OUTPUT_CHUNKS)
         self._socket = agent["socket"]
         self._memory_bytes, self._resident_bytes_at_check, self._memory_check_time = 0, 0, 0.0
@@ -175,27 +166,18 @@ class RunningCommand:
 
     def wait_for_verdict(
         self, deadlines: Deadlines, is_enough: Callable[[RunEvents], bool], memory_limit_bytes: int | None
-    ) -> CompletedRun | Failure:
-        """Wait until `verdict` returns a result, or the agent says that it cannot switch; return the completed run.
+    ) -> CompletedRun:
+        """Wait until `verdict` returns a result; return the completed run.
 
         After a failure, ranks get `RankGrace` to send their own errors; after a timeout, their stacks.
         """
         has_requested_stacks, grace = False, RankGrace()
         while True:
             self._receive_messages()
-            switched = self._events.first(Switched)
-            if switched is not None and switched.problem is not None:
-                return Failure(kind="unsupported", message=switched.problem)
             now = time.monotonic()
-            if self._is_switched and switched is None and now - self._began > _SWITCH_SECONDS:
-                return Failure(kind="unsupported", message=f"it did not switch within {_SWITCH_SECONDS:.0f} s")
             state = self._read_state(now, memory_limit_bytes)
             result = verdict(
-                self._events,
-                state,
-                deadlines,
-                is_enough=(switched is not None or not self._is_switched) and is_enough(self._events),
-                memory_limit_bytes=memory_limit_bytes,
+                self._events, state, deadlines, is_enough=is_enough(self._events), memory_limit_bytes=memory_limit_bytes
             )
             failure = result if isinstance(result, Failure) else None
             if failure is not None and failure.kind == "timeout" and not has_requested_stacks:
@@ -205,49 +187,13 @@ class RunningCommand:
             may_send_more = self._program.poll() is None and self._events.first(Refused) is None
             if result is None or (failure is not None and may_send_more and not is_over):
                 continue
-            return CompletedRun(
-                self._began,
-                self._events,
-                state,
-                result if failure is None else with_advice(failure),
-                is_switched=self._is_switched,
-            )
-
-    def pause(self) -> None:
-        """Stop all processes of the command until `switch`."""
-        self._first_step_time = self.first_step_time
-        for process in self._program.processes():
-            with contextlib.suppress(psutil.Error):
-                process.suspend()
-
-    def switch(
-        self,
-        values: Mapping[str, Any],
-        deadlines: Deadlines,
-        is_enough: Callable[[RunEvents], bool],
-        watcher: Watcher,
-        memory_limit_bytes: int | None,
-    ) -> CompletedRun | Failure:
-        """Continue after `pause` with other `values` (see `agent.outside.switching`), and wait for the verdict on them
-        as in `wait_for_verdict`. Return a failure of the kind ``unsupported`` if the agent cannot set them.
-        """
-        self._receive_last_messages()
-        self._began, self._events, self._is_switched = time.monotonic(), self._events.before_steps(), True
-        self._memory_bytes, self._resident_bytes_at_check, self._memory_check_time = 0, 0, 0.0
-        self._watcher = watcher
-        self._listener.send_request(f"switch {json.dumps(values)}")
-        for process in reversed(self._program.processes()):
-            with contextlib.suppress(psutil.Error):
-                process.resume()
-        return self.wait_for_verdict(deadlines, is_enough, memory_limit_bytes)
+            return CompletedRun(self._began, self._events, state, result if failure is None else with_advice(failure))
 
     @property
     def first_step_time(self) -> float:
         """Return the time of the first optimizer step (seconds since the epoch); without a step, the
         command's start.
         """
-        if self._first_step_time is not None:  # of the first setting
-            return self._first_step_time
         steps = [rank.steps[0].time for rank in self._events.ranks.values() if rank.steps]
         return time.time() - (time.monotonic() - min(steps, default=self._began))
 

@@ -231,11 +231,6 @@ class Planner:
 
     def setup_seconds(self, ledger: Ledger) -> float:
         """Return the seconds that a trial takes in addition to its steps: the measured median, else predicted."""
-        switch_seconds = self.job_defaults.description.switch_seconds
-        if self.job_defaults.are_trials_fresh and switch_seconds is not None:
-            outcomes = [r.outcome for r in ledger.actual.records if r.purpose == "search"]
-            switched = [m.build_seconds for m in outcomes if isinstance(m, Measurement) and m.is_build_shared]
-            return median(switched) if switched else switch_seconds
         if self.job_defaults.are_trials_fresh:
             return self.start_seconds(ledger)
         seconds = []
@@ -298,8 +293,7 @@ class Planner:
             return self.job_defaults.setup_seconds
         passes = NUM_CHECK_PASSES * ledger.space.check_batch_size / baseline_outcome.samples_per_second
         num_processes = 2 if self.job_defaults.are_trials_fresh else 1  # one in each precision
-        starting = self.start_seconds(ledger) if self.job_defaults.are_trials_fresh else self.setup_seconds(ledger)
-        return num_processes * starting + passes
+        return num_processes * self.setup_seconds(ledger) + passes
 
     def compile_seconds(self, ledger: Ledger) -> float:
         """Return the seconds of a compilation: the longest so far, else a multiple of a process start."""
@@ -371,16 +365,7 @@ class Planner:
         job_defaults, space = self.job_defaults, ledger.space
         start = job_defaults.start_seconds
         precisions = {c.precision for c in (*space.candidates, space.baseline)}
-        switching = job_defaults.description.switch_seconds
-        per_trial = (
-            switching
-            if switching is not None
-            else start
-            if job_defaults.are_trials_fresh
-            else job_defaults.setup_seconds
-            if may_fork
-            else 0.0
-        )
+        per_trial = start if job_defaults.are_trials_fresh else job_defaults.setup_seconds if may_fork else 0.0
         comparing = len(precisions) * (per_trial + FORESEEN_SECONDS)
         num_starts = 1 if job_defaults.loads_together else MIN_ROUNDS * (1 if job_defaults.shares_processes else 2)
         confirming = num_starts * start + MIN_ROUNDS * 2 * (CONFIRM_SECONDS + 1)

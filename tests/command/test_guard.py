@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 from forked_programs import forked_programs
 from forked_python import ForkServer
-from running_commands import EndedRun, run_command
+from running_commands import run_command
 
 from autotune_amp.command.agent.guard import is_standard
 from autotune_amp.command.leftovers import load_kept
 from autotune_amp.command.messages import Error, Hello, Refused
 from autotune_amp.command.ranks import RunEvents
+from autotune_amp.command.running import CompletedRun
 from autotune_amp.core.outcome import Failure
 
 CHANGES = {
@@ -112,10 +113,10 @@ def snapshot(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def train(mine: Path) -> Callable[..., EndedRun]:
+def train(mine: Path) -> Callable[..., CompletedRun]:
     """Run a script in `mine`."""
 
-    def train(text: str, **how: Any) -> EndedRun:
+    def train(text: str, **how: Any) -> CompletedRun:
         (mine / "train.py").write_text(PREAMBLE + text + "\n")
         return run_command([sys.executable, "train.py"], **how)
 
@@ -124,7 +125,7 @@ def train(mine: Path) -> Callable[..., EndedRun]:
 
 @pytest.mark.parametrize("way", [*CHANGES, *WITH_TORCH])
 def test_what_was_there_stays_and_path_and_line_are_said(
-    mine: Path, train: Callable[..., EndedRun], fork_server: ForkServer, way: str
+    mine: Path, train: Callable[..., CompletedRun], fork_server: ForkServer, way: str
 ) -> None:
     before = snapshot(mine)
     text = CHANGES[way] if way in CHANGES else f"import torch; {WITH_TORCH[way]}"
@@ -231,7 +232,7 @@ print('went on')
 
 
 def test_what_is_its_own_is_free_and_what_it_made_elsewhere_is_listed(
-    mine: Path, train: Callable[..., EndedRun], tmp_path_factory: pytest.TempPathFactory
+    mine: Path, train: Callable[..., CompletedRun], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     home, given = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("given")
     for folder in (home / ".cache", home / "hub", mine / "__pycache__"):
@@ -316,7 +317,7 @@ def test_what_a_run_leaves_is_moved_and_data_that_are_complete_stay(
 
 
 def test_a_script_that_writes_where_it_is_runs_in_a_folder_of_its_own(
-    mine: Path, train: Callable[..., EndedRun], tmp_path_factory: pytest.TempPathFactory
+    mine: Path, train: Callable[..., CompletedRun], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     given = tmp_path_factory.mktemp("given")
     (mine / "log").write_text("the user's")
@@ -342,7 +343,7 @@ subprocess.run([sys.executable, '-c', "import json; json.load(open('mine.json'))
 """
 
 
-def test_code_and_settings_that_are_read_are_noted(mine: Path, train: Callable[..., EndedRun]) -> None:
+def test_code_and_settings_that_are_read_are_noted(mine: Path, train: Callable[..., CompletedRun]) -> None:
     (mine / "plugins").mkdir()
     for name in ("plugins/__init__.py", "plugins/one.py", "plugins/two.py", "called.py", "unrelated.py"):
         (mine / name).write_text("")

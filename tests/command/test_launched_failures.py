@@ -13,9 +13,10 @@ import pytest
 from commands import TORCHRUN
 from forked_programs import forked_programs
 from forked_python import ForkServer
-from running_commands import EndedRun, run_command
+from running_commands import run_command
 
 from autotune_amp.command.measure import slowest_rank
+from autotune_amp.command.running import CompletedRun
 from autotune_amp.core.outcome import Failure
 
 RANKS = """
@@ -50,12 +51,12 @@ def _commands_are_forked(fork_server: ForkServer) -> Iterator[None]:
         yield
 
 
-def ran(command: list[str], **how: Any) -> EndedRun:
+def ran(command: list[str], **how: Any) -> CompletedRun:
     """To its end, however many steps it takes."""
     return run_command(command, is_enough=lambda _: False, **how)
 
 
-def failure(found: EndedRun) -> Failure:
+def failure(found: CompletedRun) -> Failure:
     assert isinstance(found.verdict, Failure)
     return found.verdict
 

@@ -129,7 +129,7 @@ import os, time
 from pathlib import Path
 from autotune_amp.core.job import Deadlines
 from autotune_amp.processes.process import Watcher
-from autotune_amp.command.running import started
+from autotune_amp.command.running import run
 class Forks(Watcher):
     def tick(self):
         if Path("holder").exists():
@@ -138,10 +138,9 @@ class Forks(Watcher):
             Path("holder").write_text(str(holder))
         else:  # holds open whatever the parent has open
             time.sleep(1000)
-with started(["bash", "train.sh"], environment=os.environ, agent={{}}, ended=lambda _: None, watcher=Forks(),
-             output=Path({str(other / "agent")!r}), memory=Path("made.json"),
-             aside=Path("aside").absolute()) as running:
-    running.wait_for_verdict(Deadlines(whole_seconds=1000.0), lambda _: False, None)
+run(["bash", "train.sh"], environment=os.environ, agent={{}}, deadlines=Deadlines(whole_seconds=1000.0),
+    is_enough=lambda _: False, watcher=Forks(), output=Path({str(other / "agent")!r}),
+    memory=Path("made.json"), aside=Path("aside").absolute())
 """
     process = subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path)
     until = time.monotonic() + GONE_SECONDS

@@ -5,7 +5,6 @@ them.
 from __future__ import annotations
 
 import time
-import weakref
 from collections import deque
 from typing import Any
 
@@ -34,7 +33,6 @@ class LoaderObserver:
         self.overhead_seconds = 0.0
         self.latest: Any = None  # the latest batch, if `keeps_latest` is set
         self.keeps_latest = False
-        self.before_batch: Any = None  # if set, called with an iterator before it fetches a batch
         self._num_loaders = 0
         self._calls_by_dataset: dict[int, tuple[str, str]] = {}  # (maker, line) by id of the dataset
         # Samples and tokens of the batch that an Accelerate loader has fetched but not yet yielded, by loader index.
@@ -56,17 +54,11 @@ class LoaderObserver:
         if dataset not in self._calls_by_dataset or where.is_called_by_user():
             self._calls_by_dataset[dataset] = where.maker(), where.user_line()
         maker, line = self._calls_by_dataset[dataset]  # Accelerate rebuilds the user's loader: report the user's call
-        object.__setattr__(loader, "_autotune_amp_maker", maker)
-        object.__setattr__(loader, "_autotune_amp_line", line)
-        self.report(loader)
-
-    def report(self, loader: Any) -> None:
-        """Send a `Loader` message with the present batch size of a DataLoader."""
         self._channel.add(
             "loader",
             index=loader._autotune_amp_index,
-            maker=loader._autotune_amp_maker,
-            line=loader._autotune_amp_line,
+            maker=maker,
+            line=line,
             batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor,
@@ -85,7 +77,6 @@ class LoaderObserver:
             begin(iterator, loader)
             iterator._autotune_amp_index = getattr(loader, "_autotune_amp_index", "?")
             iterator._autotune_amp_drawn = deque()
-            iterator._autotune_amp_loader = weakref.ref(loader)
 
         def _reset(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
             iterator._autotune_amp_drawn = deque()  # an epoch that was left early may have prefetched batches
@@ -97,8 +88,6 @@ class LoaderObserver:
             return indices
 
         def __next__(iterator: Any) -> Any:
-            if self.before_batch is not None:
-                self.before_batch(iterator)
             began = time.perf_counter()
             try:
                 batch = fetch(iterator)
@@ -125,15 +114,6 @@ class LoaderObserver:
             self.latest = batch
         self.wait_seconds += fetched - began
         self.overhead_seconds += time.perf_counter() - fetched
-
-    def restart(self) -> None:
-        """Count samples, tokens and batches from 0 again."""
-        self.num_samples, self.tokens, self.num_batches = {}, {}, 0
-
-    def num_on_their_way(self, iterator: Any) -> int:
-        """Return the number of batches that are drawn from the dataset, but not used yet."""
-        num_not_yet_used, _ = self._not_yet_used.get(iterator._autotune_amp_index, (0, None))
-        return len(iterator._autotune_amp_drawn) + (1 if num_not_yet_used else 0)
 
     def _record_end(self, iterator: Any) -> None:
         self._count(iterator._autotune_amp_index, 0, None)

@@ -28,9 +28,6 @@ class Channel:
         self._listens = False
         self._socket: socket.socket | None = None
         self.before_send: Callable[[], Any] = lambda: None  # called by the sending thread before it sends
-        self.on_switch: Callable[[dict[str, Any]], Any] = lambda _: (
-            None
-        )  # called with the values of a ``switch`` request
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
@@ -48,7 +45,7 @@ class Channel:
 
     def listen(self) -> None:
         """Start a thread that sends waiting messages and receives the parent's requests: ``dump`` asks for the stacks
-        of all threads, ``switch`` for other values (see `switching`), and the end of the connection ends this process.
+        of all threads, and the end of the connection ends this process.
         """
         self._listens = True
         if self._socket is not None:
@@ -172,8 +169,6 @@ class Channel:
                 line, _, requests = requests.partition(b"\n")
                 if line == b"dump":
                     self.send("stack", text=_stacks_of_other_threads(), at=_main_thread_files())
-                elif line.startswith(b"switch "):
-                    self.on_switch(json.loads(line[len(b"switch ") :]))
 
 
 def _stacks_of_other_threads() -> str:

@@ -38,7 +38,7 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
     optimizer steps. ``diagnosis``: settings of a `StepDiagnosis`. ``observes``: false to report no steps.
     ``counts_flops``: whether to count the floating-point operations of a step. ``sites``: whether to report the calls
     in the user's code that created the training's objects. ``outside``: batch size, precision and accumulation to set
-    by hooks. ``switches``: whether the parent may ask for other values of these later.
+    by hooks.
     """
     _report_process(channel)
     if settings.get("seed") is not None:  # compared runs must draw the same numbers, even in an unseeded script
@@ -66,12 +66,7 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
     if settings.get("outside") is not None:
         from .outside.hooks import SettingHooks
 
-        hooks = SettingHooks(channel, observer.passes, settings["outside"], switches=settings.get("switches", False))
-        hooks.install()
-        if settings.get("switches"):
-            from .outside.switching import Switcher
-
-            Switcher(channel, observer, hooks, settings["folder"])
+        SettingHooks(channel, observer.passes, settings["outside"]).install()
 
 
 class Observer:
@@ -91,8 +86,6 @@ class Observer:
         self.diagnosis: Any = None  # if set, a `StepDiagnosis`
         self.num_steps = 0
         self._optimizers: list[Any] = []  # weak references, in the order of their first steps
-        self._all_optimizers: list[Any] = []  # weak references, which `restart` does not forget
-        self._num_backward_at_step = 0
         self._num_steps_of: list[int] = []  # by index of the optimizer
         self._running_step_frame: Any = None  # frame of the outermost running `Optimizer.step`, None outside of one
         self._num_nested = 0  # running `Optimizer.step` calls inside the outermost
@@ -100,7 +93,7 @@ class Observer:
         self.scaler_depth = 0  # running calls of GradScaler.step or of DeepSpeed's, one inside another
         self.ignores_steps = False  # while DeepSpeed's engine is made, which steps to make its optimizer's state
         self._pending: list[dict[str, Any]] = []  # steps not reported yet: reading their losses synchronizes the device
-        self.device = torch.device("cpu")
+        self._device = torch.device("cpu")
         self._num_compilations = 0
         self._peak_bytes: int | None = None
         self.modules: dict[int, Any] = {}  # outermost modules that have run in training: weak references by id
@@ -117,29 +110,6 @@ class Observer:
         if self._flop_counter is not None:
             self._flop_counter.__exit__(None, None, None)
             self._flop_counter = None
-
-    def restart(self) -> None:
-        """Report the next steps as those of a new run, with the optimizers, forwards and counts from the start."""
-        self._reset()
-        self._num_compilations = 0
-        self.passes.num_backward = 0
-        self.passes.pop_record()
-        self.passes.watch_modules()
-        self.loaders.restart()
-
-    @property
-    def is_between_steps(self) -> bool:
-        """Whether an optimizer has stepped and no backward pass was made since."""
-        return self.num_steps > 0 and self.passes.num_backward == self._num_backward_at_step
-
-    @property
-    def has_compiled(self) -> bool:
-        """Whether anything was compiled in this process."""
-        return self._num_compilations > 0
-
-    def living_optimizers(self) -> list[Any]:
-        """Return the optimizers that have stepped and still exist, in a fixed order."""
-        return [each for each in (reference() for reference in self._all_optimizers) if each is not None]
 
     def watch(self) -> None:
         """Install the hooks of DataLoaders, forward and backward passes, optimizers, torch.compile and GradScaler."""
@@ -249,7 +219,6 @@ class Observer:
         self.num_steps += 1
         self._num_steps_of[index] += 1
         self.passes.has_stepped = True
-        self._num_backward_at_step = self.passes.num_backward
         step = {
             "optimizer": index,
             "is_skipped": is_skipped if found_inf is None else found_inf,
@@ -266,7 +235,7 @@ class Observer:
         if self.num_steps == passes.NUM_FULLY_WATCHED and self.gradient_recorder is None:
             self.passes.unwatch_modules()
         if (
-            self.device.type == "cpu"
+            self._device.type == "cpu"
             or self.num_steps <= passes.NUM_FULLY_WATCHED
             or self._num_steps_of[index] % NUM_STEPS_PER_SYNC == 0
         ):
@@ -312,8 +281,8 @@ class Observer:
         """Synchronize the device, read losses and memory, and report the pending steps."""
         last = self._pending[-1]
         last.update(self.memory_fields())
-        if self.device.type != "cpu":
-            getattr(torch, self.device.type).synchronize(*self._device_arguments)
+        if self._device.type != "cpu":
+            getattr(torch, self._device.type).synchronize(*self._device_arguments)
             last["time"] = time.monotonic()
         last["is_settled"] = True  # its time is that after a synchronization; the times of the others are not
         last["overhead_seconds"] = self.passes.overhead_seconds + self.loaders.overhead_seconds
@@ -330,23 +299,23 @@ class Observer:
     @property
     def _device_arguments(self) -> tuple[Any, ...]:
         """Return the arguments for functions of `torch.cuda` or its like: the device; none for `torch.mps`."""
-        return () if self.device.type == "mps" else (self.device,)
+        return () if self._device.type == "mps" else (self._device,)
 
     def _update_peak_memory(self) -> None:
         """Read this process's peak resident memory if it trains on a CPU.
 
         The sending thread calls this, not every step: reading it takes longer than sending a step's messages.
         """
-        if self._optimizers and self.device.type == "cpu":
+        if self._optimizers and self._device.type == "cpu":
             self._peak_bytes = _peak_resident_bytes()
 
     def memory_fields(self) -> dict[str, Any]:
         """Return the fields of `Step` on memory: peaks of this process so far, in bytes."""
-        if self.device.type == "cpu":
+        if self._device.type == "cpu":
             if self.num_steps <= NUM_STEPS_SENT_AT_ONCE:
                 self._update_peak_memory()
             return {"peak_memory_bytes": self._peak_bytes}
-        module = getattr(torch, self.device.type)
+        module = getattr(torch, self._device.type)
         stats = module.memory_stats(*self._device_arguments) if hasattr(module, "memory_stats") else {}
         return {
             "peak_memory_bytes": stats.get("allocated_bytes.all.peak", 0),
@@ -358,10 +327,8 @@ class Observer:
         """Give a new optimizer its index, take its parameters' device as that of the training, and report both."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._optimizers.append(weakref.ref(optimizer))
-        if all(each() is not optimizer for each in self._all_optimizers):
-            self._all_optimizers.append(self._optimizers[-1])
         self._num_steps_of.append(0)
-        self.device = next((p.device for p in parameters if p.device.type != "cpu"), self.device)
+        self._device = next((p.device for p in parameters if p.device.type != "cpu"), self._device)
         untrained = {id(p): p for module in self.live_modules() for p in module.parameters() if not p.requires_grad}
         self.channel.send(
             "optimizer",
@@ -372,7 +339,7 @@ class Observer:
             devices=sorted({str(p.device) for p in parameters}),
             is_fused=any(group.get("fused") for group in optimizer.param_groups),
             line=where.user_line(),
-            uses_tf32=self.device.type == "cuda"
+            uses_tf32=self._device.type == "cuda"
             and getattr(torch.backends.cuda.matmul, "fp32_precision", "") == "tf32",
             num_threads=torch.get_num_threads(),
             host=socket.gethostname(),

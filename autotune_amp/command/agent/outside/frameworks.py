@@ -47,7 +47,6 @@ class FrameworkHooks:
     ) -> None:
         if owner not in self._reported:
             self._reported.add(owner)
-            self._hooks.has_framework_precision = self._hooks.has_framework_precision or "precision" in arguments
             self._hooks.channel.add(
                 "switch",
                 owner=owner,

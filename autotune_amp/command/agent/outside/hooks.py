@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from typing import Any
 
 import torch
@@ -33,19 +32,13 @@ class SettingHooks:
     values, they only report the framework arguments that could be set.
 
     `controller_of`, if given, turns the script's GradScaler into a PrecisionController, which then chooses the
-    precision. `switches`: the values may change while the script runs (see `switching`).
+    precision.
     """
 
-    def __init__(
-        self, channel: Any, passes: Any, settings: dict[str, Any], controller_of: Any = None, *, switches: bool = False
-    ) -> None:
+    def __init__(self, channel: Any, passes: Any, settings: dict[str, Any], controller_of: Any = None) -> None:
         self.channel = channel
         self.values = {name: value for name, value in settings.items() if name != "maker" and value is not None}
         self.is_in_framework = False  # whether a framework's argument sets the precision
-        self.has_framework_precision = False  # whether the script's framework has an argument for the precision
-        self._switches = switches
-        self._scalers: list[tuple[Any, Any]] = []  # weak references to the script's GradScalers, how to enable each
-        self._own_matmul_precision: str | None = None  # the script's, once it was changed
         self._passes = passes
         self._maker: str | None = settings.get("maker")
         self._controller_of = controller_of
@@ -60,22 +53,15 @@ class SettingHooks:
     def install(self) -> None:
         """Hook into torch and the frameworks."""
         FrameworkHooks(self).install()
-        if "batch_size" in self.values or self._switches:
+        if "batch_size" in self.values:
             self._hook_loaders()
-        if self.values.get("precision") is not None or self._controller_of is not None or self._switches:
+        precision = self.values.get("precision")
+        if precision is not None or self._controller_of is not None:
             self._hook_scaler()
             self._hook_regions()
             self._passes.on_outermost.append(self._wrap_forward)
-        self._set_matmul_precision()
-
-    def _set_matmul_precision(self) -> None:
-        """Let matrix products of fp32 use TF32 for tf32 and not for fp32; for others as the script does."""
-        precision = self.values.get("precision")
         if precision in ("fp32", "tf32"):
-            self._own_matmul_precision = self._own_matmul_precision or torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-        elif self._own_matmul_precision is not None:
-            torch.set_float32_matmul_precision(self._own_matmul_precision)
 
     def report_set(self, name: str, what: str, was: Any, value: Any, line: str = "") -> None:
         """Report once that the value of `name` was set in `what`, at `line` (by default the user's line that runs)."""
@@ -119,18 +105,9 @@ class SettingHooks:
         @functools.wraps(original)
         def __init__(scaler: Any, *args: Any, **kwargs: Any) -> None:
             is_made_by_user = type(scaler) in (GradScaler, torch.cuda.amp.GradScaler) and where.is_called_by_user()
-            own = kwargs.get("enabled", args[_ENABLED] if len(args) > _ENABLED else True)
-
-            def initialize() -> None:
-                is_enabled = self.values["precision"] == "fp16" if "precision" in self.values else own
-                original(scaler_of(), *args[:_ENABLED], **{**kwargs, "enabled": is_enabled})
-
-            if is_made_by_user:
-                scaler_of = weakref.ref(scaler)
-                self._scalers.append((scaler_of, initialize))
-                initialize()
-            else:
-                original(scaler, *args, **kwargs)
+            if "precision" in self.values and is_made_by_user:
+                args, kwargs = args[:_ENABLED], {**kwargs, "enabled": self.values["precision"] == "fp16"}
+            original(scaler, *args, **kwargs)
             self._has_scaler = self._has_scaler or scaler.is_enabled()
             if self._controller_of is not None and is_made_by_user and self._controller is None:
                 self._controller = self._controller_of(scaler)
@@ -139,21 +116,6 @@ class SettingHooks:
                     self.report_set("scaler", "GradScaler's place", None, "PrecisionController")
 
         scaler_class.__init__ = __init__
-
-    def switch(self, settings: dict[str, Any]) -> None:
-        """Set other values while the script runs, and report them again. Its GradScalers begin anew. The batch size is
-        that of DataLoaders that are made later.
-        """
-        self._reported.clear()
-        self.values.clear()
-        self.values.update({name: value for name, value in settings.items() if name != "maker"})
-        self._maker = settings["maker"]
-        self._set_matmul_precision()
-        scalers = [(scaler_of(), initialize) for scaler_of, initialize in self._scalers]
-        for scaler, initialize in scalers:
-            if scaler is not None:
-                initialize()
-        self._has_scaler = any(scaler is not None and scaler.is_enabled() for scaler, _ in scalers)
 
     def _target_dtype(self) -> Any:
         """Return the autocast dtype to set now: None for fp32 (autocast off), `...` to leave the script's own."""
