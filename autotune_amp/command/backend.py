@@ -544,7 +544,7 @@ class CommandBackend(WorkloadBackend):
         or if its Python cannot import this package.
         """
         trial: Trial | None = getattr(job, "trial", None)
-        today: dict[str, Any] = {"precision": "fp32", "batch_size": 1, **self._command.line.today_values}
+        today: dict[str, Any] = {"precision": "fp32", "batch_size": 2, **self._command.line.today_values}
         setting = Setting(**{**today, "batch_size": getattr(job, "batch_size", None) or today["batch_size"]})
         completed = self._command.run(
             setting if trial is None else trial.candidate,

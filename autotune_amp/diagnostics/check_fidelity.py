@@ -55,6 +55,8 @@ def run_fidelity_check(
         check = check_job(opened, options, batch_size, tuple(pinned_modules), max(0.0, budget.left()))
         watcher.phase(f"checking {check.candidate.precision} against fp32")
         outcome = backend.submit(check).result()
+    for line in source.leftovers():
+        progress.note(line)
     if isinstance(outcome, Fidelity):
         return outcome
     assert isinstance(outcome, Failure)

@@ -45,8 +45,7 @@ class ObservedTraining:
         self.peak_bytes = memory.get("peak_memory_bytes") or 0
         self.reserved_bytes = memory.get("reserved_memory_bytes")
         self.optimizers: list[torch.optim.Optimizer] = observer.live_optimizers()
-        parameters = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        self.device = next((p.device for p in parameters if p.device.type != "cpu"), torch.device("cpu"))
+        self.device: torch.device = observer.device
         running: list[nn.Module] = observer.live_modules()
         inner = {module for each in running for module in each.modules() if module is not each}
         self.outermost_modules = [module for module in running if module not in inner]
@@ -59,7 +58,7 @@ class ObservedTraining:
         container = nn.Module()
         for module in self.outermost_modules:
             name = type(module).__name__
-            num = sum(each.split("_")[0] == name for each in container._modules)
+            num = sum(type(other) is type(module) for other in container._modules.values())
             container._modules[f"{name}_{num + 1}" if num else name] = module
         return container
 

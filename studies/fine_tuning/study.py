@@ -28,7 +28,9 @@ CELLS = tuple(f"{way}_{form}" for form in FORMS for way in ("trainer", "trl", "w
 NUM_RUNS = 3
 RUN_SECONDS = 900
 TRAINER = "python train.py --form {form} --output_dir {{trial_dir}} --report_to none --learning_rate 1e-4"
-TODAY = "--bf16 --per_device_train_batch_size 4"  # the Trainer's arguments need no braces
+TODAY = "--bf16 --per_device_train_batch_size 4"  # the Trainer's own arguments need no braces
+ARGUMENTS = "--optim {optim=adamw_torch:adamw_torch_fused} --gradient_checkpointing {ckpt=False:True}"
+ATTENTION = "{attn=sdpa:eager}"
 TRL = """model_name_or_path: model
 dtype: bfloat16
 dataset_name: data
@@ -49,10 +51,13 @@ def search(cell: str, folder: Path, device: str, budget: int) -> dict:
     way, form = cell.split("_")
     on_cpu = ["--use_cpu"] if device == "cpu" else []
     if way == "trainer":
-        target = ["--", *shlex.split(f"{TRAINER.format(form=form)} {TODAY}"), *on_cpu]
+        line = f"{TRAINER.format(form=form)} {TODAY} --attention {ATTENTION} {ARGUMENTS}"
+        target = ["--", *shlex.split(line), *on_cpu]
     elif way == "trl":
         (folder / f"{form}.yaml").write_text(TRL + TRL_OF_FORM[form])
-        target = ["--", "trl", "sft", "--config", f"{form}.yaml", "--output_dir", "{trial_dir}", *on_cpu]
+        line = f"--attn_implementation {ATTENTION} --packing {{packing=False:True}} {ARGUMENTS}"
+        own = [*line.split(), *on_cpu]
+        target = ["--", "trl", "sft", "--config", f"{form}.yaml", "--output_dir", "{trial_dir}", *own]
     else:
         target = [f"train.py:{form}"]
     began = time.monotonic()
@@ -64,7 +69,8 @@ def search(cell: str, folder: Path, device: str, budget: int) -> dict:
         stdout=subprocess.PIPE,
         check=False,
     )
-    return {"seconds": time.monotonic() - began, "status": done.returncode, "document": json.loads(done.stdout)}
+    document = json.loads(done.stdout) if done.stdout else {"error": {"message": "no document"}}
+    return {"seconds": time.monotonic() - began, "status": done.returncode, "document": document}
 
 
 def by_hand(cell: str, folder: Path, document: dict, device: str) -> list[dict]:

@@ -7,8 +7,8 @@ from statistics import median
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- results: table.py -->", "<!-- end of results -->"
 HEAD = (
-    "| cell | device, size | answer | verdict | promised samples/s (95 %) | attained samples/s | within | "
-    "attained tokens/s | today's samples/s | memory MiB | search s |"
+    "| cell | device, size | answer | verdict | tried, times as fast | promised samples/s (95 %) | attained samples/s | "
+    "within | promised tokens/s | attained tokens/s | MFU | today's samples/s | memory MiB | search s |"
 )
 
 
@@ -17,7 +17,7 @@ def row(outcome: dict) -> str:
     document = outcome["document"]
     cells = [outcome["cell"], f"{outcome['device']}, {outcome['size']}"]
     if outcome["status"]:
-        return f"| {' | '.join([*cells, 'failed: ' + document['error']['message'][:120]])} | | | | | | | | |"
+        return f"| {' | '.join([*cells, 'failed: ' + document['error']['message'][:120]])} |{' |' * 11}"
     evidence = document["evidence"]
     low, high = evidence["samples_per_second_interval"]
     rates = attained(outcome, "answer", "samples_per_second")
@@ -25,10 +25,13 @@ def row(outcome: dict) -> str:
     cells += [
         setting(document["config"]),
         fidelity.get("verdict", "-"),
+        ", ".join(tried(each) for each in document["variants"] if each["status"] != "untried") or "-",
         f"{evidence['samples_per_second']:.4g} ({low:.4g} to {high:.4g})",
         ", ".join(f"{rate:.4g}" for rate in rates),
         f"{sum(low <= rate <= high for rate in rates)} of {len(rates)}",
+        number([tokens] if (tokens := evidence.get("tokens_per_second")) else []),
         number(attained(outcome, "answer", "tokens_per_second")),
+        f"{100 * mfu:.0f} %" if (mfu := (document["utilization"] or {}).get("mfu")) else "-",
         number(attained(outcome, "today", "samples_per_second")),
         f"{evidence['peak_memory_bytes'] / 2**20:.0f}",
         f"{outcome['seconds']:.0f}",
@@ -41,6 +44,11 @@ def attained(outcome: dict, of: str, rate: str) -> list[float]:
     return [run[rate] for run in outcome["runs"] if run["of"] == of and rate in run]
 
 
+def tried(row: dict) -> str:
+    """Return a value that was tried beside the leader, and its speed-up."""
+    return f"{row['name']} {row['value']} {row['speedup']:.2f}" if row["speedup"] else f"{row['name']} {row['value']} -"
+
+
 def number(rates: list[float]) -> str:
     """Return the median of the rates as text."""
     return f"{median(rates):.4g}" if rates else "-"
@@ -50,15 +58,17 @@ def setting(config: dict) -> str:
     """Return a setting in short."""
     further = [
         f"{name} {config[name]}"
-        for name in ("compile", "activation_checkpointing", "optimizer_impl")
+        for name in ("attention", "compile", "activation_checkpointing", "optimizer_impl", "memory_format")
         if config.get(name) not in (None, "off", "as_found")
     ]
-    return " ".join([config["precision"], f"{config['batch_size']} x {config['accumulation_steps']}", *further])
+    own = [f"{name} {value}" for name, value in config["arguments"]]
+    return " ".join([config["precision"], f"{config['batch_size']} x {config['accumulation_steps']}", *further, *own])
 
 
 def main() -> None:
     """Replace the table in README.md."""
-    outcomes = [json.loads(line) for line in (HERE / "results" / "outcomes.jsonl").read_text().splitlines()]
+    results = HERE / "results" / "outcomes.jsonl"
+    outcomes = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     rule = "|".join(["---"] * HEAD.count(" | ")) + "|---|"
     readme = HERE / "README.md"
     before, rest = readme.read_text().split(BEGIN)

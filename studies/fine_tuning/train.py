@@ -3,6 +3,7 @@ folder that make.py filled. `full`, `lora` and `qlora` describe the same trainin
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from datasets import load_dataset
@@ -16,8 +17,6 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-
-from autotune_amp import Workload
 
 MAX_LENGTH = 128
 
@@ -57,7 +56,9 @@ def make_trainer(options: Options, arguments: TrainingArguments) -> Trainer:
     return Trainer(model, arguments, train_dataset=tokens, data_collator=collator)
 
 
-def _workload(form: str) -> Workload:
+def _workload(form: str) -> Any:
+    from autotune_amp import Workload  # not where this file trains by hand
+
     arguments = TrainingArguments(
         output_dir="out",
         use_cpu=not torch.cuda.is_available(),
@@ -69,17 +70,17 @@ def _workload(form: str) -> Workload:
     return Workload.from_trainer(make_trainer(Options(form=form), arguments))
 
 
-def full() -> Workload:
+def full() -> Any:
     """Describe the training of all weights."""
     return _workload("full")
 
 
-def lora() -> Workload:
+def lora() -> Any:
     """Describe the training of adapters beside frozen weights in bf16."""
     return _workload("lora")
 
 
-def qlora() -> Workload:
+def qlora() -> Any:
     """Describe the training of adapters beside frozen weights of 4 bit."""
     return _workload("qlora")
 

@@ -93,7 +93,7 @@ class Observer:
         self.scaler_depth = 0  # running calls of GradScaler.step or of DeepSpeed's, one inside another
         self.ignores_steps = False  # while DeepSpeed's engine is made, which steps to make its optimizer's state
         self._pending: list[dict[str, Any]] = []  # steps not reported yet: reading their losses synchronizes the device
-        self._device = torch.device("cpu")
+        self.device = torch.device("cpu")
         self._num_compilations = 0
         self._peak_bytes: int | None = None
         self.modules: dict[int, Any] = {}  # outermost modules that have run in training: weak references by id
@@ -172,10 +172,10 @@ class Observer:
         self._running_step_frame, self._num_nested = _step_frame(), 0
         if self.ignores_steps:
             return None
-        if self.diagnosis is not None:
-            return self.diagnosis.before_step(optimizer, args, kwargs)
         if self.scaler_depth:
             self.index_of(optimizer)  # DeepSpeed takes its parameters away after the step
+        if self.diagnosis is not None:
+            return self.diagnosis.before_step(optimizer, args, kwargs)
         recorder = self.gradient_recorder
         return None if recorder is None else recorder.record_in_place_of_step(optimizer, args, kwargs)
 
@@ -235,7 +235,7 @@ class Observer:
         if self.num_steps == passes.NUM_FULLY_WATCHED and self.gradient_recorder is None:
             self.passes.unwatch_modules()
         if (
-            self._device.type == "cpu"
+            self.device.type == "cpu"
             or self.num_steps <= passes.NUM_FULLY_WATCHED
             or self._num_steps_of[index] % NUM_STEPS_PER_SYNC == 0
         ):
@@ -281,8 +281,8 @@ class Observer:
         """Synchronize the device, read losses and memory, and report the pending steps."""
         last = self._pending[-1]
         last.update(self.memory_fields())
-        if self._device.type != "cpu":
-            getattr(torch, self._device.type).synchronize(*self._device_arguments)
+        if self.device.type != "cpu":
+            getattr(torch, self.device.type).synchronize(*self._device_arguments)
             last["time"] = time.monotonic()
         last["is_settled"] = True  # its time is that after a synchronization; the times of the others are not
         last["overhead_seconds"] = self.passes.overhead_seconds + self.loaders.overhead_seconds
@@ -299,23 +299,23 @@ class Observer:
     @property
     def _device_arguments(self) -> tuple[Any, ...]:
         """Return the arguments for functions of `torch.cuda` or its like: the device; none for `torch.mps`."""
-        return () if self._device.type == "mps" else (self._device,)
+        return () if self.device.type == "mps" else (self.device,)
 
     def _update_peak_memory(self) -> None:
         """Read this process's peak resident memory if it trains on a CPU.
 
         The sending thread calls this, not every step: reading it takes longer than sending a step's messages.
         """
-        if self._optimizers and self._device.type == "cpu":
+        if self._optimizers and self.device.type == "cpu":
             self._peak_bytes = _peak_resident_bytes()
 
     def memory_fields(self) -> dict[str, Any]:
         """Return the fields of `Step` on memory: peaks of this process so far, in bytes."""
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             if self.num_steps <= NUM_STEPS_SENT_AT_ONCE:
                 self._update_peak_memory()
             return {"peak_memory_bytes": self._peak_bytes}
-        module = getattr(torch, self._device.type)
+        module = getattr(torch, self.device.type)
         stats = module.memory_stats(*self._device_arguments) if hasattr(module, "memory_stats") else {}
         return {
             "peak_memory_bytes": stats.get("allocated_bytes.all.peak", 0),
@@ -328,7 +328,7 @@ class Observer:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._optimizers.append(weakref.ref(optimizer))
         self._num_steps_of.append(0)
-        self._device = next((p.device for p in parameters if p.device.type != "cpu"), self._device)
+        self.device = next((p.device for p in parameters if p.device.type != "cpu"), self.device)
         untrained = {id(p): p for module in self.live_modules() for p in module.parameters() if not p.requires_grad}
         self.channel.send(
             "optimizer",
@@ -339,7 +339,7 @@ class Observer:
             devices=sorted({str(p.device) for p in parameters}),
             is_fused=any(group.get("fused") for group in optimizer.param_groups),
             line=where.user_line(),
-            uses_tf32=self._device.type == "cuda"
+            uses_tf32=self.device.type == "cuda"
             and getattr(torch.backends.cuda.matmul, "fp32_precision", "") == "tf32",
             num_threads=torch.get_num_threads(),
             host=socket.gethostname(),
