@@ -7,8 +7,9 @@ from statistics import median
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- results: table.py -->", "<!-- end of results -->"
 HEAD = (
-    "| cell | device, size | answer | verdict | tried, times as fast | promised samples/s (95 %) | attained samples/s | "
-    "within | promised tokens/s | attained tokens/s | MFU | today's samples/s | memory MiB | search s |"
+    "| cell | device, size | answer | verdict | tried, times as fast | promised samples/s (95 %) | "
+    "attained samples/s | within | promised tokens/s | attained tokens/s | MFU | today's samples/s | memory MiB | "
+    "search s |"
 )
 
 
