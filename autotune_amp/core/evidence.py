@@ -181,11 +181,12 @@ class Utilization(msgspec.Struct, frozen=True, kw_only=True):
 
     `flops_per_second` are the floating-point operations of training, counted once by their operators
     (`command.agent.flops`), at the measured throughput; None with a `problem`. `machine_flops_per_second` is the rate
-    of large matrix products in the config's precision, as measured on this machine, and `data_sheet_flops_per_second`
-    that of the GPU's data sheet (`hardware.data_sheets`), each for all devices of the run; None if unknown. `mfu` and
-    `data_sheet_mfu` are the first over each of these.
+    of large matrix products in `precision`, that of the config's own products, as measured on this machine, and
+    `data_sheet_flops_per_second` that of the GPU's data sheet (`hardware.data_sheets`), each for all devices of the
+    run; None if unknown. `mfu` and `data_sheet_mfu` are the first over each of these.
     """
 
+    precision: Precision | None = None
     flops_per_second: Positive | None = None
     machine_flops_per_second: Positive | None = None
     data_sheet_flops_per_second: Positive | None = None
@@ -196,7 +197,7 @@ class Utilization(msgspec.Struct, frozen=True, kw_only=True):
 
 class MeasuredFlops(msgspec.Struct, frozen=True, kw_only=True):
     """Floating-point operations of training on a sample, and the rates of matrix products that this machine reaches on
-    one rank, by precision. With these a run knows its utilization (MFU) from the time of its steps.
+    one rank, by the precision of a config. With these a run knows its utilization (MFU) from the time of its steps.
     """
 
     flops_per_sample: Positive
@@ -415,12 +416,13 @@ def job_line(job: TrainingCost) -> str:
     return text if job.baseline_hours is None else f"{text}; {number(job.baseline_hours)} h as it runs today"
 
 
-def utilization_line(utilization: Utilization, precision: Precision) -> str:
+def utilization_line(utilization: Utilization) -> str:
     """Return the utilization on one line, or the reason why it is unknown.
 
     Example: ``41 % of this machine's own rate in bf16 (298 of 727 TFLOP/s), 30 % of the data sheet's 990 TFLOP/s``.
     """
     attained, machine = utilization.flops_per_second, utilization.machine_flops_per_second
+    precision = utilization.precision
     if attained is None:
         return f"unknown: {one_line(utilization.problem or 'its operations were not counted')}"
     parts = []
@@ -430,7 +432,8 @@ def utilization_line(utilization: Utilization, precision: Precision) -> str:
     if utilization.data_sheet_mfu is not None and utilization.data_sheet_flops_per_second is not None:
         rate_of_sheet = flops(utilization.data_sheet_flops_per_second)
         parts.append(f"{100 * utilization.data_sheet_mfu:.2g} % of the data sheet's {rate_of_sheet}")
-    return ", ".join(parts) or f"{flops(attained)}; the machine's own rate in {precision} was not measured"
+    why = utilization.problem or f"the machine's own rate in {precision} was not measured"
+    return ", ".join(parts) or f"{flops(attained)}; {one_line(why)}"
 
 
 def unit_price_line(cost: UnitPrice) -> str:

@@ -80,7 +80,7 @@ from autotune_amp.core.evidence import (
 )
 from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.outcome import Description, Fidelity
-from autotune_amp.core.precisions import Precision
+from autotune_amp.core.precisions import PRECISIONS, Precision, product_precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import (
     count,
@@ -421,7 +421,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
 
     def _utilization_line(self) -> str:
         assert self.utilization is not None
-        return explain.utilization_line(self.utilization, self.config.precision)
+        return explain.utilization_line(self.utilization)
 
     def further_facts(self) -> list[tuple[str, str]]:
         """Return the pairs of `definition_list` that neither `answer` nor the warnings contain."""
@@ -490,12 +490,15 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             return None
         # The ranks of a CPU share the rate that was measured on all of it.
         num_sharing = self.num_ranks if self.hardware.identity.type == "cpu" else 1
+        weights = "fp32" if self.workload is None else self.workload.weights
+        products = {p: product_precision(p, weights, as_found=self.config.as_found) for p in PRECISIONS}
+        rates = {p: capability.matmul_flops_per_second for p, capability in self.hardware.precisions.items()}
         return MeasuredFlops(
             flops_per_sample=self.utilization.flops_per_second / self.evidence.samples_per_second,
             machine_flops_per_second={
-                precision: capability.matmul_flops_per_second / num_sharing
-                for precision, capability in self.hardware.precisions.items()
-                if capability.matmul_flops_per_second
+                precision: rate / num_sharing
+                for precision, product in products.items()
+                if product is not None and (rate := rates.get(product))
             },
         )
 

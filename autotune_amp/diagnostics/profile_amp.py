@@ -45,7 +45,7 @@ from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import ratio_interval
 from autotune_amp.core.outcome import Description, Failure, FailureKind, Measurement, Outcome, Profiled, Record
-from autotune_amp.core.precisions import Precision
+from autotune_amp.core.precisions import Precision, product_precision
 from autotune_amp.core.recommendation import Exclusion, NothingWorksError
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, size, times
@@ -97,10 +97,11 @@ class PrecisionRow(msgspec.Struct, frozen=True, kw_only=True):
     with the process as its unit, `verdicts` those on the two ends of the interval; all None if the precision
     failed. `was_cut`: it was stopped after a few steps as hopelessly slow; without an interval `speedup` is an upper
     bound. `peak_memory_bytes` was measured in a separate process: resident memory on a CPU, allocated on an
-    accelerator.
+    accelerator. `product_precision` is the precision of the step's matrix products, None if unknown.
     """
 
     precision: Precision
+    product_precision: Precision | None = None
     step_seconds: float | None = None
     step_seconds_interval: tuple[float, float] | None = None
     speedup: float | None = None
@@ -188,7 +189,8 @@ def facts(profile: AmpProfile) -> list[tuple[str, str]]:
     for row in profile.rows:
         if row.gap is not None and row.precision in ("fp32", profile.best_precision):
             if row.gap.attained_flops_per_second is not None:
-                sheet = data_sheet_flops_per_second(profile.device_name, row.precision)
+                product = row.product_precision
+                sheet = None if product is None else data_sheet_flops_per_second(profile.device_name, product)
                 rate = _rate_text(row.gap, row.gap.attained_flops_per_second, sheet)
                 lines.append(("rate", f"{row.precision}: {rate}"))
             lines.append(("gap", f"{row.precision}: {_parts_text(row.gap)}"))
@@ -341,7 +343,7 @@ def run_profile(
             parts = [Path(folder, f"{p}.json") for p, result in profiled.items() if result.split is not None]
             problem = None if path is None else write_trace(parts, path)
         notes += source.leftovers()
-    results = ProfileResults(opened.hardware, reasons, outcomes, profiled)
+    results = ProfileResults(opened.hardware, reasons, outcomes, profiled, opened.description.weights)
     profile = make_profile(
         make_rows(requested, results),
         results,
@@ -547,13 +549,14 @@ class ProfileResults(NamedTuple):
     """Results of a profile.
 
     `refused` are the precisions that cannot run here, with the reason; `outcomes` those of the others, one per round
-    until one failed or was cut; `profiled` holds the profile of a step.
+    until one failed or was cut; `profiled` holds the profile of a step. `weights` are those of the `Description`.
     """
 
     hardware: Hardware
     refused: Mapping[Precision, str]
     outcomes: Mapping[Precision, Sequence[Outcome]]
     profiled: Mapping[Precision, Profiled]
+    weights: str = "fp32"
 
 
 def verdict(speedup: float) -> Verdict:
@@ -584,10 +587,13 @@ def _measured_row(precision: Precision, results: ProfileResults) -> PrecisionRow
     if not measured:
         return PrecisionRow(precision=precision, **failed)
     steps = tuple(outcome.step_seconds for outcome in measured)
-    profiled, capability = results.profiled.get(precision), results.hardware.precisions.get(precision)
+    product = product_precision(precision, results.weights)
+    profiled = results.profiled.get(precision)
+    capability = None if product is None else results.hardware.precisions.get(product)
     rate = None if capability is None else capability.matmul_flops_per_second
     return PrecisionRow(
         precision=precision,
+        product_precision=product,
         step_seconds=geometric_mean(steps),  # the same mean as for the speed-up: one slow process changes it little
         step_seconds_interval=ratio_interval(steps, [1.0] * len(steps)),
         process_step_seconds=steps,

@@ -66,6 +66,14 @@ def test_packed_sequences_count_to_their_last_boundary(sizes: Lengths) -> None:
         assert count_tokens(packed(sizes, **fields)) == TokenCount(sum(sizes), sum(sizes) + 3)
 
 
+@pytest.mark.parametrize(
+    ("rows", "num_tokens"), [([[0, 3, 8], [0, 2, 8]], 16), ([[0, 5, -1], [0, 2, 4]], 9), ([[-1]], 0)]
+)
+def test_boundaries_in_rows_count_each_row_up_to_its_padding(rows: list[list[int]], num_tokens: int) -> None:
+    fields = {"input_ids": torch.ones(2, 8, dtype=torch.long), "cu_seqlens": torch.tensor(rows)}
+    assert count_tokens(fields) == TokenCount(num_tokens, 16)
+
+
 def test_without_a_mask_of_their_shape_all_positions_are_tokens() -> None:
     assert count_tokens(padded([2, 5], masked=False)) == TokenCount(10, 10)
     square = torch.zeros(2, 1, 5, 5)  # added to the scores of attention

@@ -79,6 +79,11 @@ def test_what_is_hopelessly_slow_is_cut_with_how_slow_at_least(ours: Outcome) ->
     assert row.reason.startswith("cut: at least 5.0")
 
 
+def test_a_step_on_bf16_weights_is_held_against_the_rate_of_bf16() -> None:
+    on_bf16 = found(measured(1.0))._replace(weights="bf16")
+    assert make_rows(("fp32",), on_bf16)[0].product_precision == "bf16"
+
+
 def test_what_a_speedup_is_called() -> None:
     least = {1.501: "excellent", 1.2: "significant", 1.05: "modest", 0.95: "negligible", 0.0: "slower"}
     assert [verdict(speedup) for speedup in least] == list(least.values())

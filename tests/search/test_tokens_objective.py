@@ -134,9 +134,29 @@ def test_utilization_is_the_operations_a_second_over_the_rates_of_all_devices(
     assert found.flops_per_second == pytest.approx(flops_per_second)
     assert found.mfu == pytest.approx(flops_per_second / 1e15)
     assert found.data_sheet_mfu == pytest.approx(flops_per_second / 2 / 756e12)
-    assert "data sheet" in utilization_line(found, "bf16")
+    assert "data sheet" in utilization_line(found)
     unlisted = utilization(decision, records, on_gpu("NVIDIA GeForce RTX 3060"), described())
     assert unlisted.data_sheet_mfu is None
+
+
+@pytest.mark.parametrize(("weights", "product"), [("fp32", "fp32"), ("bf16", "bf16"), ("frozen_low", None)])
+def test_without_autocast_products_are_computed_in_the_weights_precision(
+    weights: Any, product: Any, tmp_path: Path
+) -> None:
+    found = searched("speed", tmp_path)  # fp32 wins
+    rates: dict[Any, float] = {"fp32": 1e12, "bf16": 2e12}
+    device = on_gpu("NVIDIA H200")
+    precisions = {
+        p: msgspec.structs.replace(device.precisions[p], matmul_flops_per_second=rate) for p, rate in rates.items()
+    }
+    device = msgspec.structs.replace(device, precisions=precisions)
+    workload = described(weights=weights, counted_flops=CountedFlops(flops=8, num_samples=4))
+    used = utilization(found, (), device, workload)
+    assert (used.precision, used.machine_flops_per_second) == (product, rates.get(product))
+    assert (used.data_sheet_mfu is None, used.problem is None) == (product is None, product is not None)
+    found = msgspec.structs.replace(found, utilization=used, workload=workload, hardware=device)
+    assert found.measured_flops is not None
+    assert found.measured_flops.machine_flops_per_second.get("fp32") == rates.get(product)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +170,7 @@ def test_without_a_count_utilization_is_its_reason(counted: CountedFlops | None,
     decision, records = decision_with(counted)
     found = utilization(decision, records, on_gpu("NVIDIA H200"), described())
     assert (found.mfu, found.flops_per_second) == (None, None)
-    assert reason in utilization_line(found, "bf16")
+    assert reason in utilization_line(found)
 
 
 def test_a_commands_own_count_goes_before_those_of_checks_and_reaches_the_run(tmp_path: Path) -> None:

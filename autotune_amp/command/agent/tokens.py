@@ -71,8 +71,9 @@ def _count_of(fields: Any) -> TokenCount:
         return TokenCount(int(num_tokens) if mask.device.type == "cpu" else num_tokens, ids.numel())
     for name in _BOUNDARIES:
         if name in fields and isinstance(fields[name], torch.Tensor):
-            last = fields[name].flatten()[-1]
-            return TokenCount(int(last) if last.device.type == "cpu" else last, ids.numel())
+            # A batch may have a row of boundaries for each sequence, padded with a negative number.
+            ends = fields[name].reshape(-1, fields[name].shape[-1]).amax(-1).clamp(min=0).sum()
+            return TokenCount(int(ends) if ends.device.type == "cpu" else ends, ids.numel())
     if "seq_lengths" in fields:
         return TokenCount(_sum(fields["seq_lengths"]), ids.numel())
     return TokenCount(ids.numel(), ids.numel())

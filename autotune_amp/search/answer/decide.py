@@ -35,6 +35,7 @@ from autotune_amp.core.evidence import (
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import prediction_interval
 from autotune_amp.core.outcome import CountedFlops, Description, Fidelity, Measurement, Profiled, Record
+from autotune_amp.core.precisions import product_precision
 from autotune_amp.core.recommendation import MAX_WARNINGS, Decision, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import machine_load
@@ -557,17 +558,23 @@ def utilization(
         return Utilization(problem="no check or profile of this search counted its operations")
     if not counted.flops:
         return Utilization(problem=counted.problem)
-    evidence, precision = decision.evidence, decision.config.precision
+    evidence, config = decision.evidence, decision.config
     attained = counted.flops / counted.num_samples * evidence.samples_per_second
     tokens_per_second, padded_share = evidence.tokens_per_second, evidence.padded_share
     if counted.num_positions and tokens_per_second is not None and padded_share is not None:
         attained = counted.flops / counted.num_positions * tokens_per_second / (1 - padded_share)
+    precision = product_precision(config.precision, workload.weights, as_found=config.as_found)
+    if precision is None:
+        return Utilization(
+            flops_per_second=attained, problem="some weights are in fp32 and others in half precision, without autocast"
+        )
     # The ranks of a CPU share the rate that was measured on all of it.
     num_devices = 1 if hardware.identity.type == "cpu" else workload.num_ranks
     capability = hardware.precisions.get(precision)
     machine = None if capability is None else capability.matmul_flops_per_second
     data_sheet = data_sheet_flops_per_second(hardware.identity.name, precision)
     return Utilization(
+        precision=precision,
         flops_per_second=attained,
         machine_flops_per_second=num_devices * machine if machine else None,
         data_sheet_flops_per_second=num_devices * data_sheet if data_sheet else None,
