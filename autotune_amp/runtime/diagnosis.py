@@ -109,25 +109,21 @@ def diagnose(
 
 
 def _find_attention(rerunner: Rerunner, loss_scale: float) -> tuple[str, ...]:
-    """Return the attention backends without which the precision is finite: one, or all fused ones; () if none help.
+    """Return the attention backend without which alone the precision is finite, or ().
 
-    Only "math" is left in the first pass, which shows in most cases that attention is not the cause.
+    A pass that is finite at loss scale 1 overflowed by the scale, which other backends may bear since they compute more
+    in fp32.
     """
     if not rerunner.ranks.any(rerunner.calls_attention):
         return ()
     enabled = rerunner.ranks.union(tuple(name for name in FUSED_BACKENDS if name in enabled_backends()))
-    fused = tuple(name for name in FUSED_BACKENDS if name in enabled)
-    if not fused:
+    if not enabled or (loss_scale != 1.0 and rerunner.run(rerunner.current, 1.0).is_finite):
         return ()
 
-    def run_without(*names: str) -> RerunResult:
-        return rerunner.run(rerunner.current, loss_scale, without_attention=names)
+    def is_finite_without(name: str) -> bool:
+        return rerunner.run(rerunner.current, loss_scale, without_attention=(name,)).is_finite
 
-    only_math = run_without(*fused)
-    if only_math.fits and not only_math.is_finite:
-        return ()
-    single = next((name for name in fused if len(fused) > 1 and run_without(name).is_finite), None)
-    return (single,) if single is not None else fused if only_math.is_finite else ()
+    return next(((name,) for name in FUSED_BACKENDS if name in enabled and is_finite_without(name)), ())
 
 
 def _find_pins(
