@@ -121,7 +121,10 @@ def _find_attention(rerunner: Rerunner, loss_scale: float) -> tuple[str, ...]:
         return ()
 
     def is_finite_without(name: str) -> bool:
-        return rerunner.run(rerunner.current, loss_scale, without_attention=(name,)).is_finite
+        try:
+            return rerunner.run(rerunner.current, loss_scale, without_attention=(name,)).is_finite
+        except InvalidRequestError:  # the process allows no other backend that can compute it
+            return False
 
     return next(((name,) for name in FUSED_BACKENDS if name in enabled and is_finite_without(name)), ())
 

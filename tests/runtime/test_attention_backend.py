@@ -109,3 +109,12 @@ def test_an_overflow_by_the_loss_scale_alone_is_not_attention_s_fault() -> None:
     rerunner = Rerunner(model, lambda: model(inputs).square().mean(), "fp16", Ranks(torch.device("cpu")))
     finding = diagnose(rerunner, ("fp32",), 2.0**16)
     assert (finding.reproduced, finding.attention) == (True, ())
+
+
+def test_a_backend_that_is_the_only_one_allowed_is_not_excluded() -> None:
+    torch.backends.cuda.enable_math_sdp(False)
+    controller = PrecisionController(CONFIG, device="cpu")
+    train(controller, "flash")
+    status = controller.status()
+    assert status.excluded_attention == ()
+    assert [(move.kind, "backward pass" in move.reason) for move in status.history] == [("demotion", True)]
