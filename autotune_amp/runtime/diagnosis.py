@@ -312,7 +312,9 @@ def _keep_buffers(module: nn.Module, stack: ExitStack) -> None:
 
 
 class _AttentionCalls(TorchFunctionMode):
-    """Context that notes in `are_seen` whether attention is computed by ``scaled_dot_product_attention``."""
+    """Context that notes in `are_seen` whether attention is computed by ``scaled_dot_product_attention``, which torch's
+    own layers call by ``multi_head_attention_forward``.
+    """
 
     are_seen = False
 
@@ -323,7 +325,8 @@ class _AttentionCalls(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        self.are_seen |= func is nn.functional.scaled_dot_product_attention
+        functions = (nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward)
+        self.are_seen |= func in functions
         return func(*args, **(kwargs or {}))
 
 

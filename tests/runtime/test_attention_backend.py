@@ -118,3 +118,15 @@ def test_a_backend_that_is_the_only_one_allowed_is_not_excluded() -> None:
     status = controller.status()
     assert status.excluded_attention == ()
     assert [(move.kind, "backward pass" in move.reason) for move in status.history] == [("demotion", True)]
+
+
+def test_attention_inside_torch_s_own_layers_is_seen() -> None:
+    Faulty.backends = ("flash",)
+
+    class Encoder(nn.TransformerEncoderLayer):
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            return Faulty.apply(super().forward(*args, **kwargs).bfloat16())  # type: ignore[no-any-return, no-untyped-call]
+
+    model, inputs = Encoder(8, 2, 8, dropout=0.0, batch_first=True), torch.randn(2, 3, 8)
+    rerunner = Rerunner(model, lambda: model(inputs).square().mean(), "bf16", Ranks(torch.device("cpu")))
+    assert diagnose(rerunner, ("fp32",), 1.0).attention == ("flash",)
