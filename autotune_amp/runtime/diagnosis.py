@@ -109,25 +109,24 @@ def diagnose(
 
 
 def _find_attention(rerunner: Rerunner, loss_scale: float) -> tuple[str, ...]:
-    """Return the attention backends without which the precision is finite: one, or all fused ones; () if none help.
+    """Return the attention backend without which alone the precision is finite, or ().
 
-    Only "math" is left in the first pass, which shows in most cases that attention is not the cause.
+    A pass that is finite at loss scale 1 overflowed by the scale, which other backends may bear since they compute more
+    in fp32.
     """
     if not rerunner.ranks.any(rerunner.calls_attention):
         return ()
     enabled = rerunner.ranks.union(tuple(name for name in FUSED_BACKENDS if name in enabled_backends()))
-    fused = tuple(name for name in FUSED_BACKENDS if name in enabled)
-    if not fused:
+    if not enabled or (loss_scale != 1.0 and rerunner.run(rerunner.current, 1.0).is_finite):
         return ()
 
-    def run_without(*names: str) -> RerunResult:
-        return rerunner.run(rerunner.current, loss_scale, without_attention=names)
+    def is_finite_without(name: str) -> bool:
+        try:
+            return rerunner.run(rerunner.current, loss_scale, without_attention=(name,)).is_finite
+        except InvalidRequestError:  # the process allows no other backend that can compute it
+            return False
 
-    only_math = run_without(*fused)
-    if only_math.fits and not only_math.is_finite:
-        return ()
-    single = next((name for name in fused if len(fused) > 1 and run_without(name).is_finite), None)
-    return (single,) if single is not None else fused if only_math.is_finite else ()
+    return next(((name,) for name in FUSED_BACKENDS if name in enabled and is_finite_without(name)), ())
 
 
 def _find_pins(
@@ -313,7 +312,9 @@ def _keep_buffers(module: nn.Module, stack: ExitStack) -> None:
 
 
 class _AttentionCalls(TorchFunctionMode):
-    """Context that notes in `are_seen` whether attention is computed by ``scaled_dot_product_attention``."""
+    """Context that notes in `are_seen` whether attention is computed by ``scaled_dot_product_attention``, which torch's
+    own layers call by ``multi_head_attention_forward``.
+    """
 
     are_seen = False
 
@@ -324,7 +325,8 @@ class _AttentionCalls(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        self.are_seen |= func is nn.functional.scaled_dot_product_attention
+        functions = (nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward)
+        self.are_seen |= func in functions
         return func(*args, **(kwargs or {}))
 
 

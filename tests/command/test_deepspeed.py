@@ -79,19 +79,22 @@ import copy
 
 class DeepSpeedConfig:
     def __init__(self, config):
-        self._param_dict = config
+        self._param_dict, self.world_size = config, 1
         self._initialize_params(copy.copy(config))
         self._configure_train_batch_size()
 
     def _initialize_params(self, param_dict):
         self.train_batch_size = param_dict.get("train_batch_size")
         self.train_micro_batch_size_per_gpu = param_dict.get("train_micro_batch_size_per_gpu")
-        self.gradient_accumulation_steps = param_dict["gradient_accumulation_steps"]
-        self.is_bf16 = param_dict["bf16"]["enabled"]
+        self.gradient_accumulation_steps = param_dict.get("gradient_accumulation_steps")
+        self.is_bf16 = param_dict.get("bf16", param_dict.get("bfloat16"))["enabled"]
 
     def _configure_train_batch_size(self):
         if self.train_micro_batch_size_per_gpu is None:
             self.train_micro_batch_size_per_gpu = self.train_batch_size // self.gradient_accumulation_steps
+        if self.gradient_accumulation_steps is None:
+            total = self.train_batch_size or self.train_micro_batch_size_per_gpu
+            self.gradient_accumulation_steps = total // self.train_micro_batch_size_per_gpu
 """
 SCRIPT = """
 import torch
@@ -148,6 +151,14 @@ def test_its_config_is_set(train: Train) -> None:
     assert precision_of(rank) == "fp32"
     assert {(interval.num_samples, interval.num_passes) for interval in rank.intervals()} == {(8, 4)}
     assert {each.name for each in rank.sets} == {"precision", "batch_size", "accumulation_steps"}
+
+
+def test_what_it_derives_stays_when_another_value_is_set(train: Train, tmp_path: Path) -> None:
+    derived = SCRIPT.replace('"gradient_accumulation_steps": 2', '"train_micro_batch_size_per_gpu": 4')
+    (tmp_path / "train.py").write_text(derived.replace('"bf16"', '"bfloat16"'))
+    rank = only(train(outside={"batch_size": 8}))
+    assert {(interval.num_samples, interval.num_passes) for interval in rank.intervals()} == {(16, 2)}
+    assert rank.switches[0].today == {"batch_size": 4, "accumulation_steps": 2, "precision": "bf16"}
 
 
 def test_its_precisions_are_compared_at_the_same_weights(train: Train) -> None:

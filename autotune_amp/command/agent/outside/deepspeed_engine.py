@@ -117,12 +117,12 @@ class ConfigHooks:
 
     def _hook_config(self, module: Any) -> None:
         owner = module.DeepSpeedConfig
-        original, set_values = owner._initialize_params, self._set_values
+        original, set_precision = owner._initialize_params, self._set_precision
         complete = owner._configure_train_batch_size
 
         @functools.wraps(original)
         def _initialize_params(config: Any, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            set_values(values)
+            set_precision(values)
             original(config, values, *args, **kwargs)
 
         @functools.wraps(complete)
@@ -131,16 +131,17 @@ class ConfigHooks:
             today = {name: getattr(config, argument) for name, argument in _ARGUMENTS.items()}
             today["precision"] = _precision(config._param_dict)
             self._report_switch("DeepSpeed's config", {**_ARGUMENTS, "precision": "bf16.enabled"}, today)
+            for name, argument in _ARGUMENTS.items():
+                if name in self._values:
+                    self._hooks.report_set(name, f"DeepSpeed's {argument}", today[name], self._values[name])
+                    setattr(config, argument, self._values[name])
+            num_samples = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
+            config.train_batch_size = num_samples * config.world_size
 
         owner._initialize_params, owner._configure_train_batch_size = _initialize_params, _configure_train_batch_size
 
-    def _set_values(self, config: dict[str, Any]) -> None:
-        """Set the values in the dict of a config, in place."""
-        for name, argument in _ARGUMENTS.items():
-            if name in self._values:
-                config.pop("train_batch_size", None)  # it is their product with the number of ranks
-                self._hooks.report_set(name, f"DeepSpeed's {argument}", config.get(argument), self._values[name])
-                config[argument] = self._values[name]
+    def _set_precision(self, config: dict[str, Any]) -> None:
+        """Set the precision in the dict of a config, in place."""
         precision = self._values.get("precision")
         if precision is None:
             return
@@ -152,7 +153,7 @@ class ConfigHooks:
             config["torch_autocast"] = autocast if dtype is None else {**autocast, "dtype": dtype}
         else:
             for name in _DTYPES:
-                config[name] = {**config.get(name, {}), "enabled": name == precision}
+                config[name] = {**_section(config, name), "enabled": name == precision}
 
 
 def _precision(config: dict[str, Any]) -> str:
@@ -160,5 +161,11 @@ def _precision(config: dict[str, Any]) -> str:
     autocast = config.get("torch_autocast", {})
     dtype = str(autocast.get("dtype", "bfloat16")) if autocast.get("enabled") else ""
     return next(
-        (name for name in _DTYPES if config.get(name, {}).get("enabled") is True or _DTYPES[name] in dtype), "fp32"
+        (name for name in _DTYPES if _section(config, name).get("enabled") is True or _DTYPES[name] in dtype), "fp32"
     )
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the section of a precision in the dict of a config; that of bf16 is called "bfloat16" in older ones."""
+    section: dict[str, Any] = config.get(name, config.get(_DTYPES[name], {}))
+    return section
