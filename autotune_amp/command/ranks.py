@@ -120,6 +120,8 @@ class RunEvents:
         if not counts or len(counts) < len(ranks) or len(means) < len(ranks):
             return None
         num_tokens, num_positions = sum(num for num, _ in counts), sum(num for _, num in counts)
+        if not num_tokens:  # a mask or boundaries that mark none
+            return None
         return num_tokens / max(seconds for _, seconds in means), 1 - num_tokens / num_positions
 
 

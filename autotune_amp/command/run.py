@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,13 @@ def start(command: Sequence[str], path: Path) -> NoReturn:
         ) from error
 
 
+def _contains(arguments: Sequence[str], words: Sequence[str]) -> bool:
+    """Return whether a command has these words as successive arguments, or one word as in ``--option=WORD``."""
+    successive = (list(arguments[first : first + len(words)]) for first in range(len(arguments)))
+    is_value = len(words) == 1 and any(argument.endswith(f"={words[0]}") for argument in arguments)
+    return bool(words) and (is_value or list(words) in successive)
+
+
 def command_to_start(
     command: Sequence[str], recommendation: Recommendation, path: Path
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -49,7 +57,12 @@ def command_to_start(
     config, workload = recommendation.config, recommendation.workload
     searched = recommendation.command_template
     searched_files = searched.files if searched else {}
-    files = [file for file in searched_files if any(file in text for text in (*command, *searched_files.values()))]
+    searched_arguments = None if searched is None else searched.of_setting(config, str(path.parent))[0]
+    is_filled = tuple(command) == searched_arguments  # as the recommendation prints it
+    files: list[str] = []
+    for file, _ in [] if is_filled else searched_files.items():  # a file is named by the command or by an earlier one
+        if any(file in text for text in (*command, *(searched_files[each] for each in files))):
+            files.append(file)
     template = CommandTemplate.of(command, values=searched.values if searched else {}, files=files)
     arguments, _ = template.of_setting(config, str(path.parent))
     unfilled = [
@@ -60,15 +73,20 @@ def command_to_start(
             f"The command has {{{unfilled[0]}}}, which no recommendation fills.",
             f"Write a value in place of {{{unfilled[0]}}}.",
         )
-    for name, value in config.arguments:
+    for name, value in () if is_filled else config.arguments:
         choices = searched.placeholders[name].choices if searched and name in searched.placeholders else None
-        text = (choices or {}).get(value, value)
-        if name not in template.placeholders and text not in " ".join(arguments):
+        texts = choices or {value: value}
+        text = texts[value]
+        words = shlex.split(text)
+        others = [shlex.split(other) for other in texts.values() if other != text]
+        # Without words of its own, the value shows by the absence of those of the others.
+        is_there = _contains(arguments, words) if words else not any(_contains(arguments, other) for other in others)
+        if name not in template.placeholders and not is_there:
             raise InvalidRequestError(
                 f"The recommendation has {name.lstrip('!')}={value}, which this command does not contain.",
-                f"Write {text!r} where the command takes it, or the placeholder of the search.",
+                (f"Write {text!r} where the command takes it" if text else "Remove the words of its other values")
+                + ", or write the placeholder of the search.",
             )
-    searched_arguments = None if searched is None else searched.of_setting(config, str(path.parent))[0]
     names_in_command = {
         *template.placeholders,
         *(searched.filled_names if searched and arguments == searched_arguments else ()),

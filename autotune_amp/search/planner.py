@@ -451,7 +451,7 @@ class Planner:
             trial,
             # A sample may hold more tokens in another setting, and then its step is longer but not slower.
             cut_step_seconds=None
-            if ledger.objective in ("energy", "tokens")
+            if ledger.objective in ("energy", "tokens") or setting.arguments
             else CUT_RATIO * setting.effective_batch_size / samples_per_second,
             step_deadline_seconds=step_deadline,
             first_step_deadline_seconds=max(

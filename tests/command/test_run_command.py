@@ -225,3 +225,21 @@ def test_a_recommended_argument_is_filled_in_or_has_to_be_in_the_command() -> No
         assert command_to_start(["python", "train.py", *words], found, path)[0] == ("python", "train.py", "--gc", "2")
     with pytest.raises(InvalidRequestError, match=r"ckpt=on(.|\n)*--gc 2"):
         command_to_start(["python", "train.py"], found, path)
+    with pytest.raises(InvalidRequestError, match="ckpt=on"):  # the words apart are others
+        command_to_start(["python", "train.py", "--gc", "20"], found, path)
+    line = CommandTemplate.of(["python", "train.py", "{ckpt=on:on=--gc|off=}", "--seq={seq=2048:1024}"])
+    off = recommendation(line=line, arguments=(("ckpt", "off"), ("seq", "1024")))
+    assert command_to_start(["python", "train.py", "--seq=1024"], off, path)[0][-1] == "--seq=1024"
+    for words in (["--gc", "--seq=1024"], ["--seq=2048", "--max_steps", "10240"]):
+        with pytest.raises(InvalidRequestError):
+            command_to_start(["python", "train.py", *words], off, path)
+
+
+def test_the_command_that_is_printed_starts_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text("loss: {loss=mse:huber}\n")
+    line = CommandTemplate.of("python train.py --cfg c.yaml", files=["c.yaml"])
+    path = Path("study/recommendation.json")
+    found = recommendation(line=line, arguments=(("loss", "huber"),))
+    printed, _ = line.of_setting(found.config, "study")
+    assert command_to_start(printed, found, path)[0] == printed == ("python", "train.py", "--cfg", "study/c.yaml")

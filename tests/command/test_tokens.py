@@ -149,3 +149,10 @@ def test_without_a_loader_tokens_are_those_that_entered_the_model() -> None:
 def test_a_command_without_token_ids_has_no_tokens() -> None:
     found = measured(said.trained([10]))
     assert (found.tokens_per_second, found.padded_share) == (None, None)
+
+
+def test_masks_that_mark_nothing_are_no_tokens() -> None:
+    heard = said.heard([said.loader(100), said.optimizer(100)])
+    for number in range(1, 11):
+        heard.add(said.step(100, number, tokens_by_loader={"0": (0, 80 * number)}))
+    assert measured(heard).tokens_per_second is None

@@ -559,6 +559,8 @@ def utilization(
     if not counted.flops:
         return Utilization(problem=counted.problem)
     evidence, config = decision.evidence, decision.config
+    if config.arguments:
+        return Utilization(problem="its operations were counted with today's arguments only")
     attained = counted.flops / counted.num_samples * evidence.samples_per_second
     tokens_per_second, padded_share = evidence.tokens_per_second, evidence.padded_share
     if counted.num_positions and tokens_per_second is not None and padded_share is not None:
