@@ -21,10 +21,10 @@ def prepare(config: Setting, model: Model, optimizer: Optimizers) -> tuple[Model
     """Apply the variants in `config` to a model and its optimizer, or list of optimizers, and return the same objects.
 
     Sets the dtype and memory format of the model's weights, its fp8 layers, activation checkpointing and compilation,
-    the implementation of the optimizer's step, and for the whole process cuDNN's benchmark and CUDA's allocator. The
-    other settings are up to the training loop, the data loader and a `PrecisionController`. Call it after the model is
-    on its device and before ``DistributedDataParallel``; the optimizer may have taken steps. The names in both
-    ``state_dict`` do not change, so that checkpoints load with and without it.
+    the implementation of the optimizer's step, and for the whole process the attention backend, cuDNN's benchmark and
+    CUDA's allocator. The other settings are up to the training loop, the data loader and a `PrecisionController`. Call
+    it after the model is on its device and before ``DistributedDataParallel``; the optimizer may have taken steps. The
+    names in both ``state_dict`` do not change, so that checkpoints load with and without it.
 
     Variants that are already set are skipped. Raises `InvalidRequestError`, before any change, for a variant that this
     model or optimizer does not support.

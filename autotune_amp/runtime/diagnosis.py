@@ -71,8 +71,8 @@ def diagnose(
     can_run_fp32: bool = True,
     is_whole: bool = True,
 ) -> DiagnosisResult:
-    """Rerun the batch in the current precision, then without fused attention, in fp32, with pinned modules and in each
-    of `lower`, without a step.
+    """Rerun the batch in the current precision, then without each backend of attention, in fp32, with pinned modules
+    and in each of `lower`, without a step.
 
     `lower` is ordered by preference. `is_whole`: the batch is the whole window that failed, not the last of several
     passes, whose success would say nothing about the others. Raises `InvalidRequestError` if the closure fails.

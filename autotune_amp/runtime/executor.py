@@ -231,7 +231,9 @@ class Executor:
         if model.has_frozen_half_weights:
             for name, its in MODES.items():
                 if not its.uses_autocast:
-                    self.policy.withdraw(name, "the model's frozen weights in half precision would not multiply")
+                    self.policy.withdraw(
+                        name, "the model's weights or quantized layers in half precision would not multiply"
+                    )
         model.pin(self.pins_to_come)
         self.apply()
 
@@ -379,7 +381,7 @@ class Executor:
             self.model.pin(move.modules)
         if move.kind == "attention":
             self.exclude_attention(move.backends)
-            reason = f"{reason}; finite without it: attention: {_backends_off(move.backends)}"
+            reason = f"{reason}; finite with {_backends_off(move.backends)} in attention"
         follows = policy.confirm(move)
         self.apply()
         self._note(cast("RecordKind", move.kind), policy.precision, reason, before)
@@ -502,8 +504,8 @@ class Executor:
             )
         if not MODES[name].uses_autocast and self.model is not None and self.model.has_frozen_half_weights:
             raise InvalidRequestError(
-                f"The model cannot run in {name}: its frozen weights are in half precision.",
-                "Stay in bf16 or fp16, or convert the frozen weights with model.float().",
+                f"The model cannot run in {name}: frozen weights or quantized layers are in half precision.",
+                "Stay in bf16 or fp16, or convert frozen weights with model.float().",
             )
 
     def _refuse_fp8_without_model(self, name: Precision) -> None:

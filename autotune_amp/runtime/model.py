@@ -74,8 +74,13 @@ class AttachedModel:
 
     @property
     def has_frozen_half_weights(self) -> bool:
-        """Whether frozen weights are in half precision, which fp32 activations cannot be multiplied with."""
-        return any(p.dtype in torch_state.HALF_DTYPES and not p.requires_grad for p in self.model.parameters())
+        """Whether frozen weights, or the inputs of quantized layers, are in half precision, which fp32 activations
+        cannot be multiplied with.
+        """
+        is_quantized_in_half = any(True for _ in forward_wrapper.layers_with_half_compute_dtype(self.model))
+        return is_quantized_in_half or any(
+            p.dtype in torch_state.HALF_DTYPES and not p.requires_grad for p in self.model.parameters()
+        )
 
     @property
     def can_be_forced(self) -> bool:

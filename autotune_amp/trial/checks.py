@@ -166,7 +166,8 @@ class NotTrainedError(Exception):
 def _make_check_inputs(context: Context, spec: Check, tell: Tell) -> tuple[CheckInputs, int]:
     """Return the training to check, with an fp32 reference, and the number of fp32 steps its weights have taken.
 
-    The reference is the same training without the setting's further dimensions.
+    The reference is the same training without the setting's further dimensions, except for those of the whole process,
+    such as the attention backend, which it has too.
     """
     device, variants = torch.device(spec.device), spec.candidate.active_variants
     batches = _read_batches(context.workload.data, spec)

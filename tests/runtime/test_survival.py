@@ -125,8 +125,20 @@ def test_a_nan_gradient_in_every_precision_halts_naming_the_module(mode: str, pr
     assert all(torch.equal(before[name], value) for name, value in weights(model).items())
 
 
-def test_a_frozen_low_precision_base_is_not_offered_fp32() -> None:
-    base = nn.Linear(8, 8).to(torch.bfloat16).requires_grad_(False)
+def half_weights() -> nn.Module:
+    return nn.Linear(8, 8).to(torch.bfloat16).requires_grad_(False)
+
+
+def quantized() -> Any:
+    """A layer that converts its inputs to half precision, as those of 4 bit do."""
+    layer: Any = nn.Linear(8, 8).requires_grad_(False)
+    layer.compute_dtype = torch.float16
+    return layer
+
+
+@pytest.mark.parametrize("make_base", [half_weights, quantized])
+def test_a_frozen_low_precision_base_is_not_offered_fp32(make_base: Callable[[], nn.Module]) -> None:
+    base = make_base()
     adapter = nn.Linear(8, 1)
     model = nn.Sequential(base, adapter)
     steered = controller()
