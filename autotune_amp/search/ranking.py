@@ -397,13 +397,12 @@ def merit(measurements: Sequence[Measurement], applied_share: float = 1.0) -> Me
     )
 
 
-def token_ratio(measurements: Sequence[Measurement], today: Sequence[Measurement]) -> float:
-    """Return the tokens of a sample in `measurements` over those in the measurements of `today`, 1 if unknown."""
-    lengths, lengths_today = (
-        [m.tokens_per_second / m.samples_per_second for m in each if m.tokens_per_second is not None]
-        for each in (measurements, today)
-    )
-    return median(lengths) / median(lengths_today) if lengths and lengths_today else 1.0
+def token_ratio(measurement: Measurement, other: Measurement) -> float:
+    """Return the tokens of a sample in one measurement over those in another, 1 if one of them counted none."""
+    tokens, other_tokens = measurement.tokens_per_second, other.tokens_per_second
+    if tokens is None or other_tokens is None:
+        return 1.0
+    return (tokens / measurement.samples_per_second) / (other_tokens / other.samples_per_second)
 
 
 def joules_per_sample(measurements: Iterable[Measurement]) -> float | None:

@@ -372,7 +372,7 @@ def _row(
     (low, high), (base_low, base_high) = (
         _per_sample(r, m) for r, m in ((record.candidate, outcome), (reference, reference_measurement))
     )
-    ratio = token_ratio([outcome], [reference_measurement]) if ledger.objective == "tokens" else 1.0
+    ratio = token_ratio(outcome, reference_measurement) if ledger.objective == "tokens" else 1.0
     if _is_without_effect(dimension, outcome, reference_measurement):
         row = replace(row, reason=NO_DIFFERENCE)
     return replace(
