@@ -266,11 +266,12 @@ def profile_memory(
 
     `workload` is as in `recommend_config`. It runs in processes of its own, on copies, at the user's own batch size
     unless `batch_size` is given: a few steps for the peak, and one in which every tensor is examined. `precision` names
-    those to measure: by default fp32, bf16 and fp16, without those that the device emulates many times slower. `fit` is
-    a size of memory, as "16GiB" or in bytes: up to six batch sizes of each precision are measured, within the memory of
-    this device, to find the largest batch that would fit into that size. `snapshot` is a new file for torch's own
-    memory snapshot of the first precision's step, on CUDA and not for a command, which https://pytorch.org/memory_viz
-    opens.
+    those to measure: by default fp32, bf16 and fp16, without those that the device emulates many times slower. Each
+    other value of a command's own placeholders, such as ``{seq=2048:1024}``, is measured in today's precision. `fit` is
+    a size of memory, as "16GiB" or in bytes: up to six batch sizes of each precision and value are measured, within the
+    memory of this device, to find the largest batch that would fit into that size. `snapshot` is a new file for torch's
+    own memory snapshot of the first precision's step, on CUDA and not for a command, which
+    https://pytorch.org/memory_viz opens.
 
     A precision that the device lacks, that runs out of memory or that fails has a row with the reason. Raises
     `InvalidRequestError` (a wrong option or device), `WorkloadError` (the workload cannot be loaded or built, or does

@@ -46,7 +46,8 @@ def _workers_label(num: int) -> str:
     return f"with {count(num, 'loader worker')}"
 
 
-def _arguments_label(arguments: tuple[tuple[str, str], ...]) -> str:
+def arguments_label(arguments: tuple[tuple[str, str], ...]) -> str:
+    """Return the label of a command's arguments, such as ``attn=eager seq=1024``; empty without any."""
     return " ".join(f"{name.lstrip('!')}={value}" for name, value in arguments)
 
 
@@ -88,7 +89,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     compile: Annotated[
         Literal["off", "default", "max-autotune-no-cudagraphs", "reduce-overhead"], Label("compiled ({})".format)
     ] = "off"
-    arguments: Annotated[tuple[tuple[str, str], ...], Label(_arguments_label)] = ()
+    arguments: Annotated[tuple[tuple[str, str], ...], Label(arguments_label)] = ()
 
     @classmethod
     def of(cls, setting: Setting, **others: Any) -> Self:

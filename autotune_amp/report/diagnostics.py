@@ -41,10 +41,10 @@ def print_fidelity(fidelity: Fidelity, console: Console) -> None:
 
 
 def print_memory(profile: MemoryProfile, console: Console) -> None:
-    """Print the memory of each part and of the modules' activations in each precision, the largest batch size that
-    fits, and advice on how to reduce memory."""
+    """Print the memory of each part and of the modules' activations in each row, the largest batch size that fits, and
+    advice on how to reduce memory."""
     console.print(Text(results.heading(profile)))
-    names = [row.precision for row, _ in results.measured_rows(profile)]
+    names = [row.label for row, _ in results.measured_rows(profile)]
     for first, lines in (("held by", results.parts(profile)), ("activations of", results.modules(profile))):
         table = new_table(first, *names[:-1], last=names[-1], first_width=_NAME_WIDTH)
         for label, *cells in lines:

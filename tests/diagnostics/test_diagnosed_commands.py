@@ -57,8 +57,8 @@ def loss(model, batch):
 def optimizer(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3)
 
-def loader(size):
-    data = torch.randn(512, 4, 16, generator=torch.Generator().manual_seed(0))
+def loader(size, num_tokens=4):
+    data = torch.randn(512, num_tokens, 16, generator=torch.Generator().manual_seed(0))
     return torch.utils.data.DataLoader(data, batch_size=size, shuffle=True)
 
 def workload():
@@ -70,6 +70,7 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--be", default="")
+    parser.add_argument("--tokens", type=int, default=4)
     options = parser.parse_args()
     if options.be == "without the package":
         sys.modules["autotune_amp"] = None
@@ -83,7 +84,7 @@ if __name__ == "__main__":
     is_low = options.precision == "bf16"
     for epoch in range(1000):
         made_here = (torch.randn(8, 4, 16) for _ in range(64))
-        for batch in made_here if options.be == "without a loader" else loader(options.batch):
+        for batch in made_here if options.be == "without a loader" else loader(options.batch, options.tokens):
             region = torch.autocast("cpu", torch.bfloat16, enabled=is_low)
             def closure():
                 step.zero_grad()
@@ -267,6 +268,20 @@ def test_whole_reports_of_a_command(both: Both) -> None:
     assert profile.row("bf16").speedup is not None
     assert profile.gap is not None
     assert any("first steps" in note for note in profile.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("here")
+def test_memory_of_each_value_of_the_commands_own_arguments(both: Both) -> None:
+    command = template(both, *PRECISION, "--tokens", "{seq=4:64|many}")
+    memory = profile_memory(command, precision="fp32", quiet=True)
+    today, longer, refused = memory.rows
+    assert [row.label for row in memory.rows] == ["fp32", "fp32 seq=64", "fp32 seq=many"]
+    assert today.breakdown is not None
+    assert longer.breakdown is not None
+    assert longer.breakdown.batch_bytes == 16 * today.breakdown.batch_bytes
+    assert longer.breakdown.activations_bytes > today.breakdown.activations_bytes
+    assert "invalid int value" in (refused.reason or "")
 
 
 @pytest.mark.slow

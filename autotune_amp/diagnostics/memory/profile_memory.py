@@ -16,7 +16,7 @@ from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import fit_memory
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.precisions import Precision
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import Setting, arguments_label
 from autotune_amp.core.text import SIZE_FORMATS, count, parse_size
 from autotune_amp.diagnostics.memory.results import (
     LargestBatch,
@@ -57,7 +57,10 @@ def run_memory_profile(
     fit: str | int | None,
     snapshot: str | os.PathLike[str] | None,
 ) -> MemoryProfile:
-    """Measure each precision in a child process; see `autotune_amp.profile_memory` for the arguments."""
+    """Measure each precision, and each value of a command's own arguments, in a child process.
+
+    See `autotune_amp.profile_memory` for the arguments.
+    """
     if not is_count(batch_size):
         raise InvalidRequestError(
             f"--batch-size is {batch_size!r}; it must be a whole number from 1 up.",
@@ -91,25 +94,41 @@ def run_memory_profile(
         fixed_reason = opened.description.unsettable.get("batch_size")
 
         def measure(setting: Setting, snapshot_file: Path | None) -> MemoryResult:
-            watcher.phase(f"measuring the memory of {setting.precision}, batch size {setting.batch_size}")
+            name = setting.labelled(("precision", "arguments"))
+            watcher.phase(f"measuring the memory of {name}, batch size {setting.batch_size}")
             result: MemoryResult = backend.submit(memory_job(setting, opened, snapshot_file)).result()
             return result
 
-        runs: dict[Precision, PrecisionMemory] = {}
-        for name in (name for name in requested if name not in reasons):
-            is_recorded = any(isinstance(run.first, MemoryBreakdown) for run in runs.values())
-            run = measure_precision(
-                Setting(precision=name, batch_size=baseline.batch_size, accumulation_steps=baseline.accumulation_steps),
+        def setting_in(precision: Precision) -> Setting:
+            return Setting(
+                precision=precision, batch_size=baseline.batch_size, accumulation_steps=baseline.accumulation_steps
+            )
+
+        def measure_series(setting: Setting, snapshot_file: Path | None) -> SettingMemory:
+            run = measure_setting(
+                setting,
                 measure,
                 limit_bytes if fixed_reason is None else None,
                 available_bytes=_memory_limit_bytes(opened),
                 num_samples=opened.description.num_samples,
-                snapshot_file=None if is_recorded else snapshot_file,
+                snapshot_file=snapshot_file,
             )
-            runs[name] = run if fixed_reason is None else run._replace(problem=fixed_reason)
+            return run if fixed_reason is None else run._replace(problem=fixed_reason)
+
+        runs: dict[Setting, SettingMemory] = {}
+        for name in (name for name in requested if name not in reasons):
+            is_recorded = any(isinstance(run.first, MemoryBreakdown) for run in runs.values())
+            runs[setting_in(name)] = measure_series(setting_in(name), None if is_recorded else snapshot_file)
+        completed = [setting for setting, run in runs.items() if isinstance(run.first, MemoryBreakdown)]
+        completed.sort(key=lambda setting: setting.precision != baseline.precision)
+        for setting in completed[:1]:  # today's precision if it ran
+            for argument, (_, *values) in opened.description.argument_values.items():
+                for value in values:
+                    changed = replace(setting, arguments=((argument, value),))
+                    runs[changed] = measure_series(changed, None)
         leftovers = source.leftovers()
     if not any(isinstance(run.first, MemoryBreakdown) for run in runs.values()):
-        failures = {name: run.first for name, run in runs.items() if isinstance(run.first, Failure)}
+        failures = {setting.precision: run.first for setting, run in runs.items() if isinstance(run.first, Failure)}
         raise nothing_works_error(reasons, failures, "Fix the first error above, or give a smaller --batch-size.")
     return MemoryProfile(
         workload=source.name,
@@ -117,15 +136,15 @@ def run_memory_profile(
         device_name=opened.hardware.identity.name,
         batch_size=baseline.batch_size,
         accumulation_steps=baseline.accumulation_steps,
-        rows=make_rows(requested, reasons, runs, baseline.batch_size, limit_bytes, opened.description.num_samples),
+        rows=make_rows(requested, reasons, runs, limit_bytes, opened.description.num_samples),
         limit_bytes=limit_bytes,
         notes=(*_notes(source, batch_size, opened, limit_bytes), *leftovers),
         snapshot=None if snapshot_file is None else str(snapshot_file),
     )
 
 
-class PrecisionMemory(NamedTuple):
-    """Memory of one precision: the result at the requested batch size, and the bytes of each size tried, in order.
+class SettingMemory(NamedTuple):
+    """Memory of one setting: the result at the requested batch size, and the bytes of each size tried, in order.
 
     The bytes are None for a size that ran out of memory. `problem` is the message of any other failure, which ended
     the series.
@@ -136,7 +155,7 @@ class PrecisionMemory(NamedTuple):
     problem: str | None = None
 
 
-def measure_precision(
+def measure_setting(
     setting: Setting,
     measure: Callable[[Setting, Path | None], MemoryResult],
     limit_bytes: int | None,
@@ -144,13 +163,14 @@ def measure_precision(
     available_bytes: int,
     num_samples: int | None,
     snapshot_file: Path | None,
-) -> PrecisionMemory:
-    """Measure one precision at the requested batch size and, with a limit, at the sizes from `next_batch_size`.
+) -> SettingMemory:
+    """Measure one setting at the requested batch size and, with a limit, at the sizes from `next_batch_size`.
 
-    Raises `WorkloadError` if the workload does not run in fp32.
+    Raises `WorkloadError` if the workload does not run in fp32 with today's arguments.
     """
     first = measure(setting, snapshot_file)
-    if isinstance(first, Failure) and first.kind == "workload_error" and setting.precision == "fp32":
+    is_plain_fp32 = setting.precision == "fp32" and not setting.arguments
+    if isinstance(first, Failure) and first.kind == "workload_error" and is_plain_fp32:
         raise WorkloadError(*failure_message(first))
     bytes_by_size: dict[int, int | None] = {}
     result, size = first, setting.batch_size
@@ -162,42 +182,47 @@ def measure_precision(
         size = next_size
         result = measure(replace(setting, batch_size=size), None)
     problem = result.message if isinstance(result, Failure) and result.kind != "oom" else None
-    return PrecisionMemory(first, bytes_by_size, problem)
+    return SettingMemory(first, bytes_by_size, problem)
 
 
 def make_rows(
     requested: Sequence[Precision],
     reasons: Mapping[Precision, str],
-    runs: Mapping[Precision, PrecisionMemory],
-    batch_size: int,
+    runs: Mapping[Setting, SettingMemory],
     limit_bytes: int | None,
     num_samples: int | None,
 ) -> tuple[MemoryRow, ...]:
-    """Return a row for each precision in the requested order; `num_samples` is the dataset's size, None if unknown."""
-    breakdowns = {name: run.first for name, run in runs.items() if isinstance(run.first, MemoryBreakdown)}
-    result = []
-    for name in requested:
-        if name in reasons:
-            result.append(MemoryRow(precision=name, reason=reasons[name]))
-            continue
-        first, bytes_by_size, problem = runs[name]
+    """Return a row for each precision in the requested order, then one for each run with other arguments.
+
+    `num_samples` is the dataset's size, None if unknown.
+    """
+    breakdowns = {setting: run.first for setting, run in runs.items() if isinstance(run.first, MemoryBreakdown)}
+
+    def row(setting: Setting, run: SettingMemory) -> MemoryRow:
+        first, bytes_by_size, problem = run
+        name, arguments = setting.precision, setting.arguments
         largest = None if limit_bytes is None else largest_batch(bytes_by_size, limit_bytes, num_samples)
         if isinstance(first, Failure):
-            result.append(MemoryRow(precision=name, largest=largest, failure=first.kind, reason=first.message))
-            continue
+            return MemoryRow(
+                precision=name, arguments=arguments, largest=largest, failure=first.kind, reason=first.message
+            )
         reason = None
         if limit_bytes is not None and largest is None:
             reason = f"the largest batch is unknown: {problem or 'no second batch size could be measured'}"
-        result.append(
-            MemoryRow(
-                precision=name,
-                breakdown=first,
-                largest=largest,
-                savings=savings(name, batch_size, breakdowns, largest),
-                reason=reason,
-            )
+        return MemoryRow(
+            precision=name,
+            arguments=arguments,
+            breakdown=first,
+            largest=largest,
+            savings=savings(setting, breakdowns, largest),
+            reason=reason,
         )
-    return tuple(result)
+
+    made = [row(setting, run) for setting, run in runs.items()]
+    by_precision = {each.precision: each for each in made if not each.arguments} | {
+        name: MemoryRow(precision=name, reason=reason) for name, reason in reasons.items()
+    }
+    return (*(by_precision[name] for name in requested), *(each for each in made if each.arguments))
 
 
 def memory_job(setting: Setting, opened: OpenedWorkload, snapshot_file: Path | None) -> MemoryJob:
@@ -370,25 +395,24 @@ def _memory_model(bytes_by_size: Mapping[int, int], limit_bytes: int) -> Callabl
 
 
 def savings(
-    precision: Precision,
-    batch_size: int,
-    breakdowns: Mapping[Precision, MemoryBreakdown],
-    largest: LargestBatch | None,
+    setting: Setting, breakdowns: Mapping[Setting, MemoryBreakdown], largest: LargestBatch | None
 ) -> tuple[Saving, ...]:
-    """Return ways to free memory of a step in `precision`, the largest first.
+    """Return ways to free memory of a step in `setting`, the largest first.
 
-    For another precision the saving is measured. For half the batch it is the slope of the memory model or, without a
-    model, half of the activations and the batch. Otherwise it is the size of the part that disappears.
+    For another precision or argument the saving is measured. For half the batch it is the slope of the memory model or,
+    without a model, half of the activations and the batch. Otherwise it is the size of the part that disappears.
     """
-    breakdown = breakdowns[precision]
-    ways = [
-        Saving(
-            kind="precision",
-            num_bytes=breakdown.taken_bytes - other.taken_bytes,
-            what=f"{name}, as measured (to check its accuracy: autotune-amp fidelity --precision {name})",
-        )
-        for name, other in breakdowns.items()
-    ]
+    breakdown, batch_size = breakdowns[setting], setting.batch_size
+    ways = []
+    for other, measured in breakdowns.items():
+        num_bytes = breakdown.taken_bytes - measured.taken_bytes
+        if other.arguments == setting.arguments:
+            name = other.precision
+            what = f"{name}, as measured (to check its accuracy: autotune-amp fidelity --precision {name})"
+            ways.append(Saving(kind="precision", num_bytes=num_bytes, what=what))
+        elif other.precision == setting.precision:
+            what = f"{arguments_label(other.arguments)}, as measured"
+            ways.append(Saving(kind="argument", num_bytes=num_bytes, what=what))
     if breakdown.checkpointable_modules:
         blocks = breakdown.checkpointable_modules
         saved = [_bytes_inside(breakdown, block) for block in blocks]

@@ -12,10 +12,11 @@ from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure, FailureKind
 from autotune_amp.core.precisions import Precision
+from autotune_amp.core.setting import arguments_label
 from autotune_amp.core.text import count, one_line, outcome_name, size
 from autotune_amp.trial.jobs import Trial, as_failure
 
-SavingKind: TypeAlias = Literal["precision", "activation_checkpointing", "optimizer_state", "batch_size"]
+SavingKind: TypeAlias = Literal["precision", "argument", "activation_checkpointing", "optimizer_state", "batch_size"]
 _NUM_GROUPS = 8
 _OUTSIDE = "outside of modules, e.g. the loss"
 
@@ -96,7 +97,7 @@ class MemoryJob(Job[MemoryBreakdown], frozen=True, kw_only=True):
 
 
 class Saving(msgspec.Struct, frozen=True, kw_only=True):
-    """Change that frees up to `num_bytes`, described by `what`. Only the kind `precision` is measured."""
+    """Change that frees up to `num_bytes`, described by `what`; measured only for the kinds precision and argument."""
 
     kind: SavingKind
     num_bytes: int
@@ -127,20 +128,28 @@ class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of one precision: its `breakdown`, or the `reason` why there is none; `failure` is the kind of its
     failure.
 
-    `largest` is None if there is no limit, or if too little could be measured, with the reason. `savings` are ways to
-    free memory in this precision, the largest first.
+    `arguments` are the values of a command's own placeholders that differ from today's. `largest` is None if there is
+    no limit, or if too little could be measured, with the reason. `savings` are ways to free memory in this setting,
+    the largest first.
     """
 
     precision: Precision
+    arguments: tuple[tuple[str, str], ...] = ()
     breakdown: MemoryBreakdown | None = None
     largest: LargestBatch | None = None
     savings: tuple[Saving, ...] = ()
     failure: FailureKind | None = None
     reason: str | None = None
 
+    @property
+    def label(self) -> str:
+        """Return the row's name: ``bf16``, or ``bf16 seq=1024`` with another value of an argument."""
+        return f"{self.precision} {arguments_label(self.arguments)}".rstrip()
+
 
 class MemoryProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of one training step of `batch_size` samples on one device, in each precision.
+    """Memory of one training step of `batch_size` samples on one device, in each precision, and with each other value
+    of a command's own placeholders.
 
     A step accumulates `accumulation_steps` such batches. `limit_bytes` is the memory that batches should fit into, None
     without one. `snapshot` is the file of torch's own memory snapshot, for the first precision that ran; None without
@@ -159,9 +168,9 @@ class MemoryProfile(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: str | None = None
 
     def row(self, precision: str) -> MemoryRow:
-        """Return the row of a precision. Raises `KeyError` if there is none."""
+        """Return the row of a precision with today's arguments. Raises `KeyError` if there is none."""
         for row in self.rows:
-            if row.precision == precision:
+            if row.precision == precision and not row.arguments:
                 return row
         raise KeyError(precision)
 
@@ -190,7 +199,7 @@ def measured_rows(profile: MemoryProfile) -> list[tuple[MemoryRow, MemoryBreakdo
 
 
 def parts(profile: MemoryProfile) -> list[list[str]]:
-    """Return a table of the parts' bytes in every precision that ran, with the peak last and without empty parts."""
+    """Return a table of the parts' bytes in every row that ran, with the peak last and without empty parts."""
     breakdowns = [breakdown for _, breakdown in measured_rows(profile)]
     table = [
         ("parameters", [b.parameters_bytes for b in breakdowns]),
@@ -208,7 +217,7 @@ def parts(profile: MemoryProfile) -> list[list[str]]:
 
 
 def modules(profile: MemoryProfile) -> list[list[str]]:
-    """Return a table of the modules with the largest activations in every precision that ran.
+    """Return a table of the modules with the largest activations in every row that ran.
 
     Modules whose names differ only in an index are one row: ``layers.*.norm (12)``.
     """
@@ -240,21 +249,21 @@ def facts(profile: MemoryProfile) -> list[tuple[str, str]]:
     for row in profile.rows:
         if row.reason is not None:
             failed = "" if row.failure is None else f"{outcome_name(row.failure)}: "
-            lines.append((row.precision, f"{failed}{one_line(row.reason)}"))
+            lines.append((row.label, f"{failed}{one_line(row.reason)}"))
     for row, breakdown in measured_rows(profile):
         if breakdown.allocated_bytes is not None:
             unused_bytes = breakdown.taken_bytes - breakdown.allocated_bytes
             lines.append(
                 (
                     "rest",
-                    f"{row.precision}: {size(max(0, unused_bytes))} of it is cached by the allocator, without tensors",
+                    f"{row.label}: {size(max(0, unused_bytes))} of it is cached by the allocator, without tensors",
                 )
             )
         if row.largest is not None and profile.limit_bytes is not None:
-            lines.append(("fits", f"{row.precision}: {largest_line(row.largest, profile.limit_bytes)}"))
+            lines.append(("fits", f"{row.label}: {largest_line(row.largest, profile.limit_bytes)}"))
     for row, _ in measured_rows(profile)[:1]:
         for saving in row.savings:
-            lines.append(("frees", f"{row.precision}: up to {size(saving.num_bytes)} by {saving.what}"))
+            lines.append(("frees", f"{row.label}: up to {size(saving.num_bytes)} by {saving.what}"))
     if profile.snapshot is not None:
         lines.append(("snapshot", f"{profile.snapshot} opens at https://pytorch.org/memory_viz"))
     return [*lines, *(("note", one_line(note)) for note in profile.notes)]

@@ -17,10 +17,10 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.diagnostics.memory.profile_memory import (
     MAX_MEASURED,
     MemoryResult,
-    PrecisionMemory,
+    SettingMemory,
     largest_batch,
     largest_fitting_size,
-    measure_precision,
+    measure_setting,
     next_batch_size,
 )
 from autotune_amp.diagnostics.memory.results import LargestBatch
@@ -46,7 +46,7 @@ class Measured:
         self.sizes: list[int] = []
         self.files: list[Path | None] = []
         self._curve, self._device_mib = curve, device_mib
-        self.runs: PrecisionMemory = measure_precision(
+        self.runs: SettingMemory = measure_setting(
             Setting(precision="fp32", batch_size=first),
             self._measure,
             limit_mib * MIB,
@@ -153,13 +153,15 @@ def test_only_a_failure_for_want_of_memory_goes_on_and_a_workload_that_does_not_
         runs.append(setting)
         return Failure(kind="workload_error", message="mine")
 
-    def measured(setting: Setting) -> PrecisionMemory:
-        return measure_precision(setting, fails, MIB, available_bytes=MIB, num_samples=None, snapshot_file=None)
+    def measured(setting: Setting) -> SettingMemory:
+        return measure_setting(setting, fails, MIB, available_bytes=MIB, num_samples=None, snapshot_file=None)
 
     assert measured(setting).bytes_by_size == {}
     assert len(runs) == 1
     with pytest.raises(WorkloadError, match="mine"):
         measured(Setting(precision="fp32", batch_size=8))
+    refused = Setting(precision="fp32", batch_size=8, arguments=(("seq", "banana"),))
+    assert isinstance(measured(refused).first, Failure)  # only this value is wrong
 
 
 @given(

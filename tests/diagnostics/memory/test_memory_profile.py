@@ -16,7 +16,9 @@ from rich.console import Console
 from autotune_amp import profile_memory
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.outcome import Failure
-from autotune_amp.diagnostics.memory.profile_memory import PrecisionMemory, largest_batch, make_rows, savings
+from autotune_amp.core.precisions import Precision
+from autotune_amp.core.setting import Setting
+from autotune_amp.diagnostics.memory.profile_memory import SettingMemory, largest_batch, make_rows, savings
 from autotune_amp.diagnostics.memory.results import (
     MemoryBreakdown,
     MemoryProfile,
@@ -27,6 +29,12 @@ from autotune_amp.diagnostics.memory.results import (
 from autotune_amp.report.diagnostics import print_memory
 
 GIB = 2**30
+
+
+def setting(precision: Precision, batch_size: int = 32, **arguments: str) -> Setting:
+    return Setting(precision=precision, batch_size=batch_size, arguments=tuple(arguments.items()))
+
+
 FP32 = breakdown(100 * MIB)
 BF16 = breakdown(70 * MIB, {"blocks.0.mlp": 4, "blocks.1.mlp": 4}, cast_weights_bytes=5 * MIB)
 TAKEN: dict[int, int | None] = {32: 100 * MIB, 64: 150 * MIB, 128: 260 * MIB}
@@ -34,11 +42,10 @@ ROWS = make_rows(
     ("fp32", "bf16", "fp16", "tf32"),
     {"tf32": "the [red]device[/red] has none"},
     {
-        "fp32": PrecisionMemory(FP32, TAKEN),
-        "bf16": PrecisionMemory(BF16, {32: 70 * MIB}, "the loader has one size"),
-        "fp16": PrecisionMemory(Failure(kind="oom", message="it took all"), {32: None}),
+        setting("fp32"): SettingMemory(FP32, TAKEN),
+        setting("bf16"): SettingMemory(BF16, {32: 70 * MIB}, "the loader has one size"),
+        setting("fp16"): SettingMemory(Failure(kind="oom", message="it took all"), {32: None}),
     },
-    32,
     500 * MIB,
     None,
 )
@@ -59,7 +66,8 @@ PROFILE = MemoryProfile(
 
 
 def freed(found: MemoryBreakdown = FP32, batch_size: int = 32) -> dict[str, int]:
-    told = savings("fp32", batch_size, {"fp32": found, "bf16": BF16}, None)
+    breakdowns = {setting("fp32", batch_size): found, setting("bf16", batch_size): BF16}
+    told = savings(setting("fp32", batch_size), breakdowns, None)
     return {saving.kind: saving.num_bytes // MIB for saving in told}
 
 
@@ -80,7 +88,7 @@ def test_what_frees_nothing_is_not_named() -> None:
 
 def test_half_the_batch_is_by_the_slope_where_that_was_measured() -> None:
     largest = largest_batch({32: 100 * MIB, 64: 132 * MIB}, GIB, None)
-    (half,) = [s for s in savings("fp32", 32, {"fp32": FP32}, largest) if s.kind == "batch_size"]
+    (half,) = [s for s in savings(setting("fp32"), {setting("fp32"): FP32}, largest) if s.kind == "batch_size"]
     assert half.num_bytes == 16 * MIB
     assert "batch 16 with twice" in half.what
 
@@ -101,6 +109,30 @@ def test_a_row_for_each_precision_and_its_reason() -> None:
     assert PROFILE.row("bf16") is bf16
     with pytest.raises(KeyError):
         PROFILE.row("fp8")
+
+
+def test_another_value_of_an_argument_has_a_row_and_what_it_frees_is_told() -> None:
+    shorter, refused = setting("fp32", seq="16"), setting("fp32", seq="banana")
+    runs = {
+        setting("fp32"): SettingMemory(FP32, TAKEN),
+        setting("bf16"): SettingMemory(BF16, TAKEN),
+        shorter: SettingMemory(breakdown(60 * MIB), {32: 60 * MIB, 64: 70 * MIB, 128: 90 * MIB}),
+        refused: SettingMemory(Failure(kind="workload_error", message="no number"), {}),
+    }
+    rows = make_rows(("fp32", "bf16"), {}, runs, 500 * MIB, None)
+    profile = replace(PROFILE, rows=rows)
+    assert [row.label for row in rows] == ["fp32", "bf16", "fp32 seq=16", "fp32 seq=banana"]
+    assert profile.row("fp32") is rows[0]
+    fp32, bf16, short, failed = rows
+    assert [(s.num_bytes // MIB, s.what) for s in fp32.savings if s.kind == "argument"] == [(40, "seq=16, as measured")]
+    assert not [s for s in bf16.savings if s.kind == "argument"]  # measured in fp32 only
+    assert fp32.largest is not None
+    assert short.largest is not None
+    assert (short.largest.batch_size or 0) > (fp32.largest.batch_size or 0)
+    assert failed.reason == "no number"
+    text = printed(profile)
+    assert "fp32 seq=16" in text
+    assert "fp32 seq=banana" in text
 
 
 def test_modules_that_differ_in_an_index_alone_are_one() -> None:
