@@ -529,8 +529,11 @@ class Base(nn.Module):
         super().__init__()
         self.frozen, self.trained = nn.Linear(8, 8).bfloat16().requires_grad_(False), nn.Linear(8, 1)
         self.compute_dtype = torch.bfloat16  # as of bitsandbytes' Linear4bit
+        self.packed = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16), requires_grad=False)
+        self.packed.quant_state = "4 bit"  # as of its weights, stored as bf16 for FSDP
     def forward(self, batch):
         hidden = self.frozen(batch["x"])
+        assert self.packed.dtype == torch.bfloat16
         assert (hidden.dtype == torch.float32) == (self.compute_dtype == torch.float32)
         return self.trained(hidden.float())
 models = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).bfloat16(), Base()]
@@ -549,7 +552,7 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=8):
         "the same weights and batches"
     )
     (rank,) = low.ranks.values()
-    assert rank.optimizers[0].num_frozen == {"bfloat16": 72}
+    assert rank.optimizers[0].num_frozen == {"bfloat16": 76}
     assert rank.optimizers[0].num_parameters == {"bfloat16": 81, "float32": 9}
 
 

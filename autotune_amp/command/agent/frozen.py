@@ -19,6 +19,7 @@ from .batches import first_tensor
 from .channel import Channel
 from .imports import after_import
 from .outside.hooks import in_fp32
+from .passes import is_packed
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -71,13 +72,14 @@ class GradientRecorder:
 
     def _round_weights(self, module: Any) -> None:
         for tensor in module.parameters():
-            if self._rounding is not None and tensor.dtype == torch.float32:
+            if self._rounding is not None and tensor.dtype == torch.float32 and not is_packed(tensor):
                 tensor.data = tensor.data.to(self._rounding).float()
 
     def _convert_to_fp32(self, module: Any) -> None:
         """Convert a module's weights, inputs and computations from half precision to fp32, the weights in place."""
         for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.dtype in _HALF and not hasattr(tensor, "to_local"):  # not DTensors, whose storage FSDP manages
+            is_managed = hasattr(tensor, "to_local")  # a DTensor, whose storage FSDP manages
+            if _is_half(tensor) and not is_managed:
                 tensor.data = tensor.data.float()
         if id(module) not in self._converted:
             for layer in module.modules():  # quantized layers of bitsandbytes, which cast their inputs
@@ -133,7 +135,7 @@ class GradientRecorder:
 
     def _has_low_weights(self, trained: list[Any]) -> bool:
         used = (parameter for module in self._observer.live_modules() for parameter in module.parameters())
-        return any(parameter.dtype in _HALF for parameter in (*trained, *used))
+        return any(map(_is_half, (*trained, *used)))
 
     def _write(self, path: str, parameters: list[Any], factor: float) -> list[int]:
         total = sum(parameter.numel() for parameter in parameters)
@@ -148,6 +150,10 @@ class GradientRecorder:
                 file.write(sampled.numpy().tobytes())
                 sizes.append(sampled.numel())
         return sizes
+
+
+def _is_half(tensor: Any) -> bool:
+    return tensor.dtype in _HALF and not is_packed(tensor)
 
 
 def _local_part(tensor: Any) -> Any:
