@@ -463,7 +463,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     counted along `sample_dim` of the model's inputs. `variants` maps the name of a further dimension to its values,
     each with the reason why the model and optimizer do not support it, None if they do. `argument_values` maps the
     name of a command's own placeholder to its values, today's first; the name begins with ``!`` if the argument does
-    not affect numerics. `suggestions` are arguments with placeholders that the user may add to the command.
+    not affect numerics. `missing_placeholders` would let a search of a command try more, each with the value in use;
+    `suggestions` are arguments with placeholders that the user may add to the command.
     `counted_flops` are the operations of a command's second step, None if they were not counted, as of a Workload,
     whose checks count them.
     """
@@ -501,6 +502,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     sample_dim: Integer = 0
     variants: dict[str, dict[str, str | None]] = {}
     argument_values: dict[str, tuple[str, ...]] = {}
+    missing_placeholders: tuple[str, ...] = ()
     suggestions: tuple[str, ...] = ()
     counted_flops: CountedFlops | None = None
 
