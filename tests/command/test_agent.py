@@ -16,6 +16,7 @@ from commands import INJECTED, TORCHRUN, run
 from forked_python import ForkServer
 
 from autotune_amp.command.agent import observer, passes
+from autotune_amp.command.agent.passes import before_update
 from autotune_amp.command.frozen_pair import PairingProblem, pair_steps
 from autotune_amp.command.measure import batch_sizes, passes_per_step, precision_of
 from autotune_amp.command.messages import Error, Gradient, Hello, Torch, Unstepped
@@ -126,6 +127,20 @@ for number, (x, y) in enumerate(loader, 1):
     assert len(rank.optimizers) == 2
     assert len(rank.primary_steps) == 16
     assert per_step(rank) == {(16, 5)}
+
+
+def test_what_comes_before_an_update_comes_at_the_end_of_its_closure() -> None:
+    events: list[str] = []
+
+    def closure() -> float:
+        events.append("closure")
+        return 0.5
+
+    assert before_update(("optimizer",), {}, lambda: events.append("action")) is None
+    for args, kwargs in ((("optimizer", closure), {}), (("optimizer",), {"closure": closure})):
+        changed_args, changed = before_update(args, kwargs, lambda: events.append("action"))
+        assert (changed_args, changed["closure"]()) == (("optimizer",), 0.5)
+    assert events == ["action", *["closure", "action"] * 2]
 
 
 def test_closures_and_a_loop_without_a_loader(train: Train) -> None:

@@ -19,7 +19,7 @@ from .batches import first_tensor
 from .channel import Channel
 from .imports import after_import
 from .outside.hooks import in_fp32
-from .passes import is_packed
+from .passes import before_update, is_packed
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -89,19 +89,9 @@ class GradientRecorder:
             module.register_forward_pre_hook(lambda _, *args: in_fp32(args), with_kwargs=True)
 
     def record_in_place_of_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Record the gradients in place of an optimizer step; if the step has a closure, after calling the closure."""
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._record_gradients(optimizer)
-            return None
-
-        # Lightning calls forward and backward in the closure.
-        def closure_then_record(*args_: Any, **kwargs_: Any) -> Any:
-            loss = closure(*args_, **kwargs_)
-            self._record_gradients(optimizer)
-            return loss
-
-        return args[:1], {**kwargs, "closure": closure_then_record}
+        """Record the gradients in place of an optimizer step; see `passes.before_update`."""
+        record_gradients = self._channel.shield(self._record_gradients)
+        return before_update(args, kwargs, lambda: record_gradients(optimizer))
 
     def _record_gradients(self, optimizer: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

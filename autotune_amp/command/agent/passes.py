@@ -6,6 +6,8 @@ import functools
 import math
 import time
 import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -245,6 +247,29 @@ def _used_dtype(module: Any) -> str:
         is_counted = (parameter.is_floating_point() or parameter.is_complex()) and not is_packed(parameter)
         num_by_dtype[name] = num_by_dtype.get(name, 0) + (parameter.numel() if is_counted else 0)
     return max(num_by_dtype, key=lambda name: num_by_dtype[name])
+
+
+def before_update(
+    args: Any, kwargs: Any, action: Callable[[], object], around_closure: Callable[[], Any] = nullcontext
+) -> Any:
+    """Call `action` when the gradients of an optimizer step with these arguments are complete, before it uses them.
+
+    If the step has a closure, in which Lightning and LBFGS call forward and backward, that is at the end of the
+    closure, which runs inside `around_closure()`: return the arguments with another closure then, else None.
+    """
+    closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+    if closure is None:
+        action()
+        return None
+
+    @functools.wraps(closure)
+    def closure_then_action(*args_: Any, **kwargs_: Any) -> Any:
+        with around_closure():
+            loss = closure(*args_, **kwargs_)
+        action()
+        return loss
+
+    return args[:1], {**kwargs, "closure": closure_then_action}
 
 
 def is_packed(tensor: Any) -> bool:
