@@ -160,6 +160,17 @@ def test_without_autocast_products_are_computed_in_the_weights_precision(
     assert found.measured_flops.machine_flops_per_second.get("fp32") == rates.get(product)
 
 
+def test_products_under_the_scripts_own_flags_count_as_tf32(tmp_path: Path) -> None:
+    found = searched("speed", tmp_path)  # fp32 wins
+    found = msgspec.structs.replace(found, config=msgspec.structs.replace(found.config, as_found=True))
+    used = utilization(
+        found, (), on_gpu("NVIDIA H200"), described(counted_flops=CountedFlops(flops=8 * 10**12, num_samples=4))
+    )
+    assert used.precision == "tf32"
+    assert used.data_sheet_flops_per_second == pytest.approx(494.5e12)
+    assert used.data_sheet_mfu == pytest.approx(2e12 * found.evidence.samples_per_second / 494.5e12)
+
+
 @pytest.mark.parametrize(
     ("counted", "reason"),
     [
