@@ -15,8 +15,8 @@ def _rates(fp32: float, tf32: float, half: float, fp8: float | None = None) -> d
 
 
 # Dense rates in TFLOP/s with fp32 accumulation, by the name that the driver reports. Sheets that print rates "with
-# sparsity" print twice these. Sources: NVIDIA's data sheets of the A100 (June 2021), H100 (2024; in its PCIe form, which
-# that sheet leaves out, 2023), H200 (2024), L4 (2023), L40S (2023) and HGX B200 (2025, an eighth of the board's), and
+# sparsity" print twice these. Sources: NVIDIA's data sheets of the A100 (June 2021), H100 (2024; its PCIe form is not
+# in that sheet: 2023), H200 (2024), L4 (2023), L40S (2023) and HGX B200 (2025, an eighth of the board's), and
 # for the RTX 4090 the Ada GPU architecture whitepaper (v2.02, table 2).
 _SHEETS: dict[str, dict[Precision, float]] = {
     r"A100-(SXM4|PCIE)-\d+GB|A100 80GB PCIe": _rates(19.5, 156, 312),
