@@ -445,7 +445,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a workload, made in a child process before the first trial.
 
     `batch_size` is that of the user's own loader, `num_samples` the dataset's length, `num_workers` the loader's worker
-    processes; None without one, or if the workers cannot be changed. `as_found_precision` is the precision of the
+    processes; None without one, or if the workers cannot be changed. `pins_memory` and `prefetch_factor` are of the
+    loader too. `as_found_precision` is the precision of the
     caller's own autocast and TF32 flags; with `is_as_found_strict` they equal its strict flags, so that the baseline is
     an ordinary candidate. `build_seconds` is the time to build model, data and optimizer. `sample_sizes` is None if all
     samples are alike or cannot be scanned, or if the workload names its worst batch (`has_worst_batch`);
@@ -481,6 +482,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     build_seconds: NotNegative
     context_seconds: NotNegative
     num_workers: Whole | None = None
+    pins_memory: bool | None = None
+    prefetch_factor: Whole | None = None
     sample_sizes: SampleSizes | None = None
     batch_sizes_seen: tuple[Whole, Whole] | None = None
     scan_problem: str | None = None

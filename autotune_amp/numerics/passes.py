@@ -444,7 +444,7 @@ def fp32_copy(model: nn.Module, device_type: str) -> nn.Module:
     """
     reference = copy.deepcopy(model)
     # Module.float() would convert packed weights too, and Transformers refuses it for quantized models.
-    reference._apply(_in_fp32)
+    reference._apply(_in_fp32)  # type: ignore[no-untyped-call]  # torch does not type it
     for layer in layers_with_half_compute_dtype(reference):
         layer.compute_dtype = torch.float32
     override(reference, "fp32", device_type)  # casts its inputs to fp32

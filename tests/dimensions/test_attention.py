@@ -145,7 +145,7 @@ def test_the_fp32_run_that_it_is_compared_with_has_todays_backend(value: str) ->
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         with Operators() as operators:
-            found = model(batch).square().mean()
+            found: Tensor = model(batch).square().mean()
         precision = "bf16" if torch.is_autocast_enabled("cpu") else "fp32"
         in_flash[precision].append(any("flash_attention" in name for name in operators.names))
         return found

@@ -152,7 +152,8 @@ class Quantized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Unpack the weight."""
-        return self.adapter(x) * self.packed.detach().view(torch.int16).to(x.dtype)
+        hidden: Tensor = self.adapter(x)
+        return hidden * self.packed.detach().view(torch.int16).to(x.dtype)
 
 
 def test_packed_weights_stay_as_they_are_in_the_copy_that_computes_in_fp32() -> None:
