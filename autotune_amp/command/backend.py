@@ -26,6 +26,7 @@ from autotune_amp.command.settable import (
     ignored_precision,
     is_precision_possible,
     keeps_effective_batch_size,
+    missing_placeholders,
     note_on_values_set,
     probing_setting,
     unsettable,
@@ -199,6 +200,9 @@ class CommandBackend(WorkloadBackend):
             description,
             keeps_effective_batch_size=command.line.keeps_effective_batch_size,
             argument_values=command.line.argument_values,
+            missing_placeholders=missing_placeholders(
+                command.line, today, None if loader is None else loader.num_workers, unsettable_values
+            ),
             suggestions=suggested_arguments(command.line, rank.switches),
             num_workers=loader.num_workers if loader and "num_workers" in command.line.placeholders else None,
             unsettable=unsettable_values,

@@ -72,7 +72,10 @@ class PairingProblem(NamedTuple):
 
 _SEED = "Seed the random number generators: each run must start with the same weights and batches."
 
-_COMPARE = "Compare the losses of both values in longer runs before relying on it."
+_SEED_OR_COMPARE = (
+    f"{_SEED} If they are seeded, the value itself changes what is trained: compare the losses of both values in "
+    "longer runs before relying on it."
+)
 
 
 def pair_steps(
@@ -100,7 +103,10 @@ def pair_steps(
     for part, name in (("weights", "first weights"), ("batch", "batches")):
         if any(getattr(low_by_key[key], part) != getattr(reference_by_key[key], part) for key in common_keys):
             if has_other_arguments:
-                return PairingProblem(f"this value changes the {name} themselves", _COMPARE)
+                return PairingProblem(
+                    f"the {name} of the two runs differ: this value changes them, or they are not seeded",
+                    _SEED_OR_COMPARE,
+                )
             return PairingProblem(f"the {name} differ from run to run", _SEED)
     numbers = dict.fromkeys(key[0] for key in common_keys)
     return tuple(

@@ -54,6 +54,13 @@ _PRECISION_VALUE = re.compile(r"(?i)true|false|no|bf16|fp16|fp8|\w+-(mixed|true)
 # Flags of Transformers' examples, which scripts with other parsers use too.
 _COMMON_FLAGS = {"batch_size": "--per_device_train_batch_size", "accumulation_steps": "--gradient_accumulation_steps"}
 
+# Name of a placeholder and values of an argument to suggest, the usual one first.
+_VALUES_TO_TRY = {
+    "--attn_implementation": ("attn", ("sdpa", "eager", "flash_attention_2")),
+    "--optim": ("optim", ("adamw_torch_fused", "adamw_torch")),
+    "--gradient_checkpointing": ("ckpt", ("False", "True")),
+}
+
 
 def with_placeholders(line: CommandTemplate, switches: Iterable[Switch]) -> tuple[CommandTemplate, list[str]]:
     """Return `line` with placeholders for the arguments of the parsers in `switches`, where it has none, and a note
@@ -87,30 +94,24 @@ def with_placeholders(line: CommandTemplate, switches: Iterable[Switch]) -> tupl
 
 
 def suggested_arguments(line: CommandTemplate, switches: Iterable[Switch]) -> tuple[str, ...]:
-    """Return arguments of HfArgumentParser with placeholders that the user may write in the command, where it has none.
+    """Return arguments of HfArgumentParser with placeholders that the user may write in the command, where it has none,
+    in place of its own arguments of the same name.
 
     Flags of the model's own arguments are known only to the script, so that they are not added without being asked.
     """
-    today = next(
-        (s.today for s in switches if s.parser == "HfArgumentParser" and _names_script([*line.arguments], s)), {}
-    )
-    optimizer, others = str(today.get("optim", "")), ("adamw_torch_fused", "adamw_torch")
-    checkpointing = {"False": "True", "True": "False"}
-    suggestions = {
-        "--attn_implementation": "{attn=sdpa:eager|flash_attention_2}" if today else None,
-        "--optim": f"{{optim={optimizer}:{'|'.join(each for each in others if each != optimizer)}}}"
-        if optimizer.startswith("adamw_torch")
-        else None,
-        "--gradient_checkpointing": next(
-            (f"{{ckpt={a}:{b}}}" for a, b in checkpointing.items() if a == today.get("gradient_checkpointing")), None
-        ),
-    }
-    text = " ".join(line.arguments)
-    return tuple(
-        f"{flag} '{placeholder}'"
-        for flag, placeholder in suggestions.items()
-        if placeholder is not None and not re.search(rf"{flag}[ =]\{{|\{{[^}}]*{flag}", text)
-    )
+    arguments = [*line.arguments]
+    today = next((s.today for s in switches if s.parser == "HfArgumentParser" and _names_script(arguments, s)), None)
+    if today is None:
+        return ()
+    suggestions, text = [], " ".join(arguments)
+    for flag, (name, values) in _VALUES_TO_TRY.items():
+        _, given = _value_of_flag(arguments, flag) or (0, values[0])
+        in_use = str(today.get(flag.lstrip("-"), given))
+        spellings = "|".join(_spellings(flag))
+        if in_use in values and not re.search(rf"({spellings})[ =]\{{|\{{[^}}]*({spellings})", text):
+            others = "|".join(each for each in values if each != in_use)
+            suggestions.append(f"{flag} '{{{name}={in_use}:{others}}}'")
+    return tuple(suggestions)
 
 
 def _names_script(arguments: list[str], switch: Switch) -> bool:
@@ -129,15 +130,20 @@ def _spellings(flag: str) -> tuple[str, str]:
     return flag, flag[:2] + flag[2:].replace("_", "-")
 
 
-def _number_of_flag(arguments: list[str], flag: str) -> tuple[int, str] | None:
-    """Return the position and the number of a flag, from ``--flag 8`` or ``--flag=8``; None without a number."""
+def _value_of_flag(arguments: list[str], flag: str) -> tuple[int, str] | None:
+    """Return the position and the value of a flag, from ``--flag 8`` or ``--flag=8``; None without the flag."""
     for index, argument in enumerate(arguments):
         name, sign, value = argument.partition("=")
         if name in _spellings(flag):
             following = arguments[index + 1] if index + 1 < len(arguments) else ""
-            text = value if sign else following
-            return (index, text) if text.isdecimal() else None
+            return index, value if sign else following
     return None
+
+
+def _number_of_flag(arguments: list[str], flag: str) -> tuple[int, str] | None:
+    """Return the position and the number of a flag, None without a number."""
+    position_and_value = _value_of_flag(arguments, flag)
+    return position_and_value if position_and_value is not None and position_and_value[1].isdecimal() else None
 
 
 def _with_number(arguments: list[str], name: str, flag: str, today: int) -> list[str]:

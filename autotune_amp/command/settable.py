@@ -51,6 +51,23 @@ def unsettable(line: CommandTemplate, rank: Rank) -> dict[str, str]:
     return reasons
 
 
+def missing_placeholders(
+    line: CommandTemplate, today: Setting, num_workers: int | None, reasons: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Return the placeholders that would let a search try more values, each with the value in use.
+
+    `num_workers` is that of the training's DataLoader, None without one; `reasons` are those of `unsettable`.
+    """
+    in_use = {"precision": today.precision, "num_workers": num_workers} | {
+        name: getattr(today, name) for name in ("batch_size", "accumulation_steps") if name in reasons
+    }
+    if not any(name in reasons for name in PRECISIONS if name != "fp8"):  # few scripts have layers for fp8
+        del in_use["precision"]
+    return tuple(
+        f"{{{name}={value}}}" for name, value in in_use.items() if value is not None and name not in line.filled_names
+    )
+
+
 def note_on_values_set(sets: Iterable[Set]) -> list[str]:
     """Return a note on the values that the agent set without a placeholder, and where; empty without any."""
     places = [

@@ -88,11 +88,16 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequestError("The command is empty.", "Give it after `--`, as in `search -- python train.py`.")
         texts: dict[str, str] = {}
         for file in files:
-            if not any(file in text for text in (*arguments, *texts.values())):
+            if not any(_pattern_of_paths([file]).search(text) for text in (*arguments, *texts.values())):
                 raise InvalidRequestError(
                     f"--file {file} does not occur in the command's arguments.",
                     f"Write {file!r} where the command takes its settings file; a file that another one names comes "
                     "after that.",
+                )
+            if (other := next((each for each in texts if Path(each).name == Path(file).name), file)) != file:
+                raise InvalidRequestError(
+                    f"--file {other} and --file {file} have the same name.",
+                    "Rename one of them: their filled copies are put in one folder.",
                 )
             try:
                 texts[file] = read_file(file).decode()
@@ -219,9 +224,7 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         paths = {file: str(Path(files_in, Path(file).name)) for file in self.files}
 
         def with_paths(text: str) -> str:
-            for file, path in paths.items():
-                text = text.replace(file, path)
-            return text
+            return _pattern_of_paths(paths).sub(lambda match: paths[match[0]], text) if paths else text
 
         arguments: list[str] = []
         for argument in self.arguments:
@@ -253,6 +256,12 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
             return self.values.get(value, value) if placeholder.name == "precision" else str(value)
 
         return _BRACES.sub(fill, text)
+
+
+def _pattern_of_paths(paths: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern for these paths where they are not a part of another path."""
+    longest_first = sorted(paths, key=len, reverse=True)
+    return re.compile(rf"(?<![\w./-])(?:{'|'.join(map(re.escape, longest_first))})(?![\w/-]|\.\w)")
 
 
 def _choices_text(match: re.Match[str]) -> str | None:

@@ -247,11 +247,10 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def loader_options(self) -> dict[str, int]:
         """Return the arguments of ``DataLoader`` that were measured: ``DataLoader(dataset, **config.loader_options)``.
 
-        They are `batch_size` and, unless the loader's own number was the best, `num_workers`. Your loader's other
-        arguments were measured as they are, so keep them: ``pin_memory``, ``prefetch_factor``, ``shuffle``.
+        They are `batch_size` and, unless the loader's own were the best, `num_workers`, `pin_memory` and
+        `prefetch_factor`. Your loader's other arguments were measured as they are, so keep them.
         """
-        workers = {} if self.num_workers is None else {"num_workers": self.num_workers}
-        return {"batch_size": self.batch_size, **workers}
+        return {"batch_size": self.batch_size, **self.loader_arguments}
 
     def to_json(self) -> str:
         """Return this config as a JSON document."""
@@ -289,8 +288,7 @@ def training_arguments(config: AmpConfig, others: Mapping[str, Any] | None = Non
     }
     if not config.as_found:
         arguments["tf32"] = config.precision == "tf32"
-    if config.num_workers is not None:
-        arguments["dataloader_num_workers"] = config.num_workers
+    arguments |= {f"dataloader_{name}": value for name, value in config.loader_arguments.items()}
     if config.is_compiled:
         arguments |= {"torch_compile": True, "torch_compile_mode": config.compile}
     if config.uses("activation_checkpointing"):

@@ -445,7 +445,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a workload, made in a child process before the first trial.
 
     `batch_size` is that of the user's own loader, `num_samples` the dataset's length, `num_workers` the loader's worker
-    processes; None without one, or if the workers cannot be changed. `as_found_precision` is the precision of the
+    processes; None without one, or if the workers cannot be changed. `pins_memory` and `prefetch_factor` are of the
+    loader too. `as_found_precision` is the precision of the
     caller's own autocast and TF32 flags; with `is_as_found_strict` they equal its strict flags, so that the baseline is
     an ordinary candidate. `build_seconds` is the time to build model, data and optimizer. `sample_sizes` is None if all
     samples are alike or cannot be scanned, or if the workload names its worst batch (`has_worst_batch`);
@@ -463,7 +464,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     counted along `sample_dim` of the model's inputs. `variants` maps the name of a further dimension to its values,
     each with the reason why the model and optimizer do not support it, None if they do. `argument_values` maps the
     name of a command's own placeholder to its values, today's first; the name begins with ``!`` if the argument does
-    not affect numerics. `suggestions` are arguments with placeholders that the user may add to the command.
+    not affect numerics. `missing_placeholders` would let a search of a command try more, each with the value in use;
+    `suggestions` are arguments with placeholders that the user may add to the command.
     `counted_flops` are the operations of a command's second step, None if they were not counted, as of a Workload,
     whose checks count them.
     """
@@ -480,6 +482,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     build_seconds: NotNegative
     context_seconds: NotNegative
     num_workers: Whole | None = None
+    pins_memory: bool | None = None
+    prefetch_factor: Whole | None = None
     sample_sizes: SampleSizes | None = None
     batch_sizes_seen: tuple[Whole, Whole] | None = None
     scan_problem: str | None = None
@@ -501,6 +505,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     sample_dim: Integer = 0
     variants: dict[str, dict[str, str | None]] = {}
     argument_values: dict[str, tuple[str, ...]] = {}
+    missing_placeholders: tuple[str, ...] = ()
     suggestions: tuple[str, ...] = ()
     counted_flops: CountedFlops | None = None
 

@@ -57,7 +57,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     `batch_size` is the number of samples in one forward pass on one device; `accumulation_steps` such passes make one
     optimizer step. `as_found` keeps the caller's own TF32 flags and autocast instead of the strict flags of
     `precision`: only the baseline uses it, and only if the two differ. `pinned_modules` run in fp32 whatever the
-    precision. `num_workers` is the DataLoader's number of worker processes, None for the user's own number. `allocator`
+    precision. `num_workers` is the DataLoader's number of worker processes, None for the user's own number;
+    `pin_memory` and `prefetch_factor` are further arguments of it. `allocator`
     is the mode of CUDA's memory allocator, `weights` the format of fp32 parameters, `cudnn_benchmark` makes cuDNN time
     its algorithms, `attention` is the preferred backend of ``scaled_dot_product_attention``, `fp8_recipe` is the
     scaling of fp8 linear layers, `optimizer_impl` the implementation of the optimizer's step, `compile` a mode of
@@ -73,6 +74,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     as_found: Annotated[bool, Label("as found".format)] = False
     pinned_modules: Annotated[tuple[str, ...], Label(_pinned_label)] = ()
     num_workers: Annotated[Whole | None, Label(_workers_label)] = None
+    pin_memory: Annotated[Literal["as_found", "on"], Label("pinned memory".format)] = "as_found"
+    prefetch_factor: Annotated[Literal["as_found", "4"], Label("prefetching {}".format)] = "as_found"
     # Variants: dimensions whose type lists their values, in the order of rising risk. They are set up in this order:
     # the allocator first, since the others allocate; the optimizer after the weights have their format; compilation
     # last.
@@ -111,13 +114,22 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def active_variants(self) -> dict[str, str]:
-        """Return the variants that change the training, by name, in the order in which they are set up."""
-        return {name: getattr(self, name) for name in VARIANT_VALUES if self.uses(name)}
+        """Return the variants that change model, optimizer or process, by name, in the order of their set-up."""
+        names = (name for name in VARIANT_VALUES if name not in LOADER_ARGUMENTS)
+        return {name: getattr(self, name) for name in names if self.uses(name)}
+
+    @property
+    def loader_arguments(self) -> dict[str, int]:
+        """Return the arguments of a DataLoader that this setting decides, without its batch size."""
+        workers = {} if self.num_workers is None else {"num_workers": self.num_workers}
+        pins = {"pin_memory": True} if self.uses("pin_memory") else {}
+        prefetch = {"prefetch_factor": int(self.prefetch_factor)} if self.uses("prefetch_factor") else {}
+        return {**workers, **pins, **prefetch}
 
     @property
     def has_variants(self) -> bool:
         """Return whether a variant or a command's own argument has another value than today's."""
-        return bool(self.active_variants or self.arguments)
+        return any(map(self.uses, VARIANT_VALUES)) or bool(self.arguments)
 
     @property
     def numeric_arguments(self) -> tuple[tuple[str, str], ...]:
@@ -190,6 +202,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return self.labelled(Setting.__struct_fields__)
 
 
+LOADER_ARGUMENTS: Final = ("pin_memory", "prefetch_factor")
 DEFAULTS: Final[dict[str, Any]] = {field.name: field.default for field in msgspec.structs.fields(Setting)}
 _KINDS: Final = {name: get_args(kind) for name, kind in get_type_hints(Setting, include_extras=True).items()}
 _LABELS: Final = {name: label.text for name, (*_, label) in _KINDS.items()}

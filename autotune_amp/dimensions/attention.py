@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from autotune_amp.dimensions.dimension import Choices, Variant
 
@@ -78,19 +79,49 @@ class _Attention(Variant):
         """Prefer this backend in the process; return a function that restores what the process preferred before."""
         import torch
 
-        enabled, order = enabled_backends(), torch._C._get_sdp_priority_order()
+        before = backends_in_use()
         torch._C._set_sdp_priority_order([_number(name) for name in _preferring(value)])
         if value == "math":  # on CPUs PyTorch ignores the order
             switch_off(FUSED_BACKENDS)
         forget_compiled_attention()
 
         def undo() -> None:
-            torch._C._set_sdp_priority_order(order)
-            for name in _BACKENDS:
-                _switch(name, is_on=name in enabled)
+            before.set()
             forget_compiled_attention()
 
         return undo
+
+
+class BackendsInUse(NamedTuple):
+    """Attention backends of a process: PyTorch's numbers in order of preference, and the names of those allowed."""
+
+    order: tuple[int, ...]
+    allowed: frozenset[str]
+
+    def set(self) -> None:
+        """Make this process use these backends, except in code that is compiled already."""
+        import torch
+
+        torch._C._set_sdp_priority_order(list(self.order))
+        for name in _BACKENDS:
+            _switch(name, is_on=name in self.allowed)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Use these backends in this context, except in code that is compiled already."""
+        before = backends_in_use()
+        self.set()
+        try:
+            yield
+        finally:
+            before.set()
+
+
+def backends_in_use() -> BackendsInUse:
+    """Return the attention backends that this process prefers and allows."""
+    import torch
+
+    return BackendsInUse(tuple(torch._C._get_sdp_priority_order()), frozenset(enabled_backends()))
 
 
 def enabled_backends() -> set[str]:

@@ -40,7 +40,7 @@ class Leader:
 
     `measurements` are those of all settings, `trials` the records of all trials, including failed ones. `values` are
     the values to try, by dimension; `are_values_named` is True if the user chose them. `num_steps` is the length of the
-    user's training run in optimizer steps.
+    user's training run in optimizer steps. `num_workers` is the number of workers of the leading setting's loader.
     """
 
     setting: Setting
@@ -50,6 +50,7 @@ class Leader:
     values: Mapping[str, Sequence[Any]]
     are_values_named: bool
     num_steps: int
+    num_workers: int | None = None
 
     @property
     def effect(self) -> Effect:

@@ -45,14 +45,16 @@ class _Weights(Variant):
 
 
 def _parameters_to_cast(live: LiveTraining) -> list[nn.Parameter]:
-    """Return the fp32 parameters, without those of norms with running statistics."""
+    """Return the fp32 parameters, without packed ones and those of norms with running statistics."""
     import torch
     from torch import nn
+
+    from autotune_amp.precision.torch_state import is_packed
 
     # Running statistics sum up small terms, which bf16 loses. torch requires the norm's weights to have their dtype.
     norms = [module for module in live.modules if isinstance(module, nn.modules.batchnorm._NormBase)]
     kept = {parameter for norm in norms for parameter in norm.parameters()}
-    return [p for p in live.parameters if p.dtype == torch.float32 and p not in kept]
+    return [p for p in live.parameters if p.dtype == torch.float32 and p not in kept and not is_packed(p)]
 
 
 WEIGHTS = _Weights()

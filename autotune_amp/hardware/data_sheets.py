@@ -15,12 +15,12 @@ def _rates(fp32: float, tf32: float, half: float, fp8: float | None = None) -> d
 
 
 # Dense rates in TFLOP/s with fp32 accumulation, by the name that the driver reports. Sheets that print rates "with
-# sparsity" print twice these. Sources: NVIDIA's data sheets of the A100 (June 2021), H100 (2024, all three forms), H200
-# (2024), L4 (2023), L40S (2023) and HGX B200 (2025, an eighth of the board's), and for the RTX 4090 the Ada GPU
-# architecture whitepaper (v2.02, table 2).
+# sparsity" print twice these. Sources: NVIDIA's data sheets of the A100 (June 2021), H100 (2024; its PCIe form is not
+# in that sheet: 2023), H200 (2024), L4 (2023), L40S (2023) and HGX B200 (2025, an eighth of the board's), and
+# for the RTX 4090 the Ada GPU architecture whitepaper (v2.02, table 2).
 _SHEETS: dict[str, dict[Precision, float]] = {
     r"A100-(SXM4|PCIE)-\d+GB|A100 80GB PCIe": _rates(19.5, 156, 312),
-    r"H100 80GB HBM3|H100 SXM\d? ?.*": _rates(67, 494.5, 989.5, 1979),
+    r"H100 80GB HBM3": _rates(67, 494.5, 989.5, 1979),
     r"H100 PCIe": _rates(51, 378, 756, 1513),
     r"H100 NVL": _rates(60, 417.5, 835.5, 1670.5),
     r"H200": _rates(67, 494.5, 989.5, 1979),

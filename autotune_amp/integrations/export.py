@@ -31,7 +31,7 @@ from autotune_amp.core.evidence import (
     pass_loss,
     strict_flag_lines,
 )
-from autotune_amp.core.setting import VARIANT_VALUES, Setting
+from autotune_amp.core.setting import LOADER_ARGUMENTS, VARIANT_VALUES, Setting
 from autotune_amp.core.text import one_line
 from autotune_amp.dimensions import DIMENSIONS
 from autotune_amp.integrations.documents import accelerate_config, deepspeed_config
@@ -198,7 +198,7 @@ class ExportedScript:
     def add_prepared(self, config: str) -> None:
         """Add ``prepare(...)`` for the config's changes to model and optimizer; `config` is its source."""
         if self.setting.config.active_variants:
-            self.handled.update(VARIANT_VALUES)
+            self.handled |= VARIANT_VALUES.keys() - set(LOADER_ARGUMENTS)
             self.imports.add("from autotune_amp import prepare")
             self.lines.append(f"model, optimizer = prepare({config}, model, optimizer)  # on their device")
 
@@ -212,7 +212,7 @@ class ExportedScript:
 
     def add_loader(self) -> None:
         """Add ``loader = DataLoader(...)``."""
-        self.handled |= {"batch_size", "num_workers"}
+        self.handled |= {"batch_size", "num_workers", *LOADER_ARGUMENTS}
         self.imports.add("from torch.utils.data import DataLoader")
         self.lines += [LOADER_COMMENT, loader_line(self.setting.config)]
 

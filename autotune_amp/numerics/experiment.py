@@ -14,9 +14,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-import torch
-
-from autotune_amp.core.config import FP16_MAX, MIN_LOSS_SCALE
+from autotune_amp.core.config import MIN_LOSS_SCALE
 from autotune_amp.core.outcome import Fidelity, LostUpdates, after_steps
 from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.accumulation import first_dimensions, truncate_batches
@@ -50,12 +48,13 @@ from autotune_amp.numerics.passes import Passes, PassResult, are_equal, fp32_cop
 from autotune_amp.numerics.scaler_replay import starting_scale
 from autotune_amp.precision.forward_wrapper import (
     computes_in_half,
+    half_dtypes,
     has_half_weights,
     own_class,
     parameters_by_name,
     unwrap,
 )
-from autotune_amp.precision.modes import MODES
+from autotune_amp.precision.modes import MODES, mode_of_dtype
 
 MIN_NUM_BATCHES, MAX_NUM_BATCHES = 4, 8  # batches whose gradients are compared; more than 4 only if time allows
 # Shares of the check's time limit that may have passed when something begins: a batch in addition to MIN_NUM_BATCHES, a
@@ -166,10 +165,10 @@ class Experiment:
         self._subject = subject = low.subject
         reference = subject.reference or subject
         self._has_half_weights = has_half_weights(subject.model)
-        # With weights in half precision, the coarser of the two formats stands for both.
-        self._roundoff = MODES["bf16" if self._has_half_weights else precision].unit_roundoff
-        is_fp16 = any(parameter.dtype == torch.float16 for parameter in subject.model.parameters())
-        self._format_max = FP16_MAX if is_fp16 else self._mode.format_max
+        # Of a model that computes in half precision by itself, the coarsest and the narrowest format stand for all.
+        own_modes = [mode_of_dtype(str(dtype).removeprefix("torch.")) for dtype in half_dtypes(subject.model)]
+        self._roundoff = max(mode.unit_roundoff for mode in (self._mode, *own_modes))
+        self._format_max = min(mode.format_max for mode in (self._mode, *own_modes))
         self.fp32 = low if reference is subject else Passes(reference)
         if computes_in_half(reference.model):  # such a model cannot run in fp32, its fp32 copy can
             self.fp32 = Passes(reference, fp32_copy(reference.model, subject.device.type))

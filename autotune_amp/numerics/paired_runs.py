@@ -24,7 +24,7 @@ from autotune_amp.numerics.grading import TrainingDivergence
 from autotune_amp.numerics.passes import CheckInputs, Passes, PassResult, stored_values
 from autotune_amp.precision.forward_wrapper import parameters_by_name
 from autotune_amp.precision.modes import MODES
-from autotune_amp.precision.torch_state import HALF_DTYPES
+from autotune_amp.precision.torch_state import HALF_DTYPES, is_packed
 
 REROUNDING = 2.0**-20  # relative change of the weights, just enough for fp32 to round differently
 _PERTURBED_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
@@ -171,12 +171,12 @@ def run_finite_pass(
 def perturb(model: nn.Module, relative: float, seed: int) -> None:
     """Multiply each weight by 1 + u, with u uniform in [-relative, relative].
 
-    Integer weights, formats of 8 bits or less, and Tensor subclasses without this operation stay unchanged.
+    Integer and packed weights, formats of 8 bits or less, and Tensor subclasses without this operation stay unchanged.
     """
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
         for parameter in model.parameters() if relative else ():
-            if parameter.dtype.to_real() not in _PERTURBED_DTYPES or parameter.is_meta:
+            if parameter.dtype.to_real() not in _PERTURBED_DTYPES or parameter.is_meta or is_packed(parameter):
                 continue
             values = stored_values(parameter)
             if values.device not in generators:
@@ -207,7 +207,7 @@ def lost_updates(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[
     counts: list[Tensor] = []  # numbers of changed entries, and of lost ones among them
     dtypes = set()
     for name, parameter in parameters_by_name(model).items():
-        if parameter.dtype not in HALF_DTYPES:
+        if parameter.dtype not in HALF_DTYPES or is_packed(parameter):
             continue
         dtypes.add(parameter.dtype)
         update = after[name] - before[name]

@@ -31,7 +31,7 @@ from autotune_amp.precision.forward_wrapper import (
 )
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.step_amp import StepAmp, parameters_of
-from autotune_amp.precision.torch_state import autocast, set_flags
+from autotune_amp.precision.torch_state import autocast, is_packed, set_flags
 
 Gradients: TypeAlias = dict[str, Tensor]
 K = TypeVar("K")
@@ -58,9 +58,10 @@ class CheckInputs:
     holds all of its modules, `loss` is `raise_no_loss`, and the optimizer steps all of its parameters.
 
     `reference` is the workload to run in fp32, without changes such as compiled or converted layers; None if it is the
-    same. `is_compiled` is True if such a change compiles the model: then module outputs are not observed, which would
-    compile another graph. `has_like_draws` is False if one seed gives different random numbers in different precisions,
-    as in compiled code: then dropout is disabled on a CPU too.
+    same. Each pass runs inside a new `around()`, for state of the whole process. `is_compiled` is True if such a change
+    compiles the model: then module outputs are not observed, which would compile another graph. `has_like_draws` is
+    False if one seed gives different random numbers in different precisions, as in compiled code: then dropout is
+    disabled on a CPU too.
     """
 
     model: nn.Module
@@ -71,6 +72,7 @@ class CheckInputs:
     seed: int = 0
     loop: CheckedLoop | None = None
     reference: CheckInputs | None = None
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
     is_compiled: bool = False
     has_like_draws: bool = True
 
@@ -153,10 +155,11 @@ class Passes:
         set_flags(precision)
         torch_state.seed(self.subject.seed + index if seed is None else seed)
         generator_state = torch.get_rng_state()
-        if self.subject.loop is not None:
-            result = self._run_loop(self.subject.loop, index, precision, scale)
-        else:
-            result = self._run_model(index, precision, scale, around_forward or nullcontext(), before_backward)
+        with self.subject.around():
+            if self.subject.loop is not None:
+                result = self._run_loop(self.subject.loop, index, precision, scale)
+            else:
+                result = self._run_model(index, precision, scale, around_forward or nullcontext(), before_backward)
         self.has_random_draws = self.has_random_draws or not torch.equal(generator_state, torch.get_rng_state())
         seconds = time.perf_counter() - started  # after the synchronisation with the device
         self.seconds_of[precision] = min(seconds, self.seconds_of.get(precision, math.inf))
@@ -431,11 +434,17 @@ def are_equal(one: Any, other: Any) -> bool:
     return all(a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
+def _in_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() and not is_packed(tensor) else tensor
+
+
 def fp32_copy(model: nn.Module, device_type: str) -> nn.Module:
     """Return a copy of the model with fp32 weights that runs in fp32. Quantized weights stay, and are computed with in
     fp32.
     """
-    reference = copy.deepcopy(model).float()
+    reference = copy.deepcopy(model)
+    # Module.float() would convert packed weights too, and Transformers refuses it for quantized models.
+    reference._apply(_in_fp32)  # type: ignore[no-untyped-call]  # torch does not type it
     for layer in layers_with_half_compute_dtype(reference):
         layer.compute_dtype = torch.float32
     override(reference, "fp32", device_type)  # casts its inputs to fp32

@@ -37,6 +37,14 @@ _ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 _BACKENDS: Any = torch.backends  # torch does not type torch.backends.fp32_precision
 
 
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds packed numbers of fewer bits, as bitsandbytes' 4-bit weights.
+
+    Its dtype says nothing then: FSDP needs these weights stored as the others are, for example as bf16.
+    """
+    return getattr(tensor, "quant_state", None) is not None
+
+
 def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
     """Return a new autocast context, empty for precisions without autocast.
 

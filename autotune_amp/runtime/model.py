@@ -79,7 +79,8 @@ class AttachedModel:
         """
         is_quantized_in_half = any(True for _ in forward_wrapper.layers_with_half_compute_dtype(self.model))
         return is_quantized_in_half or any(
-            p.dtype in torch_state.HALF_DTYPES and not p.requires_grad for p in self.model.parameters()
+            p.dtype in torch_state.HALF_DTYPES and not p.requires_grad and not torch_state.is_packed(p)
+            for p in self.model.parameters()
         )
 
     @property

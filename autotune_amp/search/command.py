@@ -42,23 +42,26 @@ _GONE = "gone"  # digest of a recorded file that no longer exists
 def plan_lines(space: Space, description: Description, template: CommandTemplate) -> list[str]:
     """Return lines for the user on what the search of a command tries, and which placeholders would let it try more."""
     sizes = sorted({c.batch_size for c in space.candidates})
-    values = {
-        "precision": " or ".join(dict.fromkeys(c.precision for c in space.candidates)),
-        "batch_size": f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]} only",
-    }
+    precisions = list(dict.fromkeys(c.precision for c in space.candidates))
+
+    def how(name: str, values: Sequence[object]) -> str:
+        if len(values) == 1:
+            return "only"
+        return f"({{{name}}})" if name in template.filled_names else "(set from outside)"
+
     tried = [
-        f"{name.replace('_', ' ')} {text} ({f'{{{name}}}' if name in template.filled_names else 'set from outside'})"
-        for name, text in values.items()
+        f"precision {' or '.join(precisions)} {how('precision', precisions)}",
+        f"batch size {' to '.join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))} {how('batch_size', sizes)}",
     ]
     tried += [f"{name.lstrip('!')} {' or '.join(each)}" for name, each in space.argument_values.items()]
     lines = [f"Tries {'; '.join(tried)}."]
-    has_loader_without_number = description.loader is not None and "num_workers" not in template.filled_names
-    missing = ["num_workers"] * has_loader_without_number
-    missing += [name for name in ("batch_size", "accumulation_steps") if name in description.unsettable]
-    if missing:
-        lines.append(f"Not tried without a placeholder: {', '.join(f'{{{name}=TODAY}}' for name in missing)}.")
+    if description.missing_placeholders:
+        lines.append(f"Not tried without a placeholder: {', '.join(description.missing_placeholders)}.")
     if description.suggestions:
-        lines.append(f"If the script takes them, these arguments let it try more: {' '.join(description.suggestions)}.")
+        suggested = " ".join(description.suggestions)
+        lines.append(
+            f"If the script takes them, these arguments (in place of those of that name) let it try more: {suggested}."
+        )
     return lines
 
 

@@ -241,7 +241,9 @@ class Ledger:
         if self._actual is not None:  # predicted records may rule out a setting that the real ones do not
             return self._actual.best
         allowed = [
-            (outcome.samples_per_second, r) for r, outcome in self._records_in_space if r.candidate in self.merits
+            (ranking.throughput(self.objective, outcome), r)
+            for r, outcome in self._records_in_space
+            if r.candidate in self.merits
         ]
         return max(allowed, key=lambda pair: pair[0])[1] if allowed else None
 
@@ -271,8 +273,7 @@ class Ledger:
             if self.objective == "energy" and has_joules and measurement.joules_per_sample:
                 return 1 / measurement.joules_per_sample
             computing_share = max(MIN_COMPUTING_SHARE, 1 - ranking.data_share(measurement)) if without_waiting else 1.0
-            compared = ranking.in_tokens(measurement) if self.objective == "tokens" else measurement
-            return compared.samples_per_second / computing_share
+            return ranking.throughput(self.objective, measurement) / computing_share
 
         shares = {c: max(MIN_APPLIED_SHARE, self.applied_share(c)) for c in recommendable}
         return {c: [shares[c] * throughput(m) for m in measurements] for c, measurements in recommendable.items()}
@@ -407,7 +408,8 @@ class Ledger:
         best, outcome = (None if self.best is None else self.best.outcome), self.actual.outcomes.get(setting)
         if not isinstance(best, Measurement) or not isinstance(outcome, Measurement):
             return False
-        return outcome.samples_per_second >= (1 - RIVAL_MARGIN) * best.samples_per_second
+        rate, best_rate = (ranking.throughput(self.objective, each) for each in (outcome, best))
+        return rate >= (1 - RIVAL_MARGIN) * best_rate
 
     def outcome_with_pair(self, setting: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
         """Return a setting's outcome if trained with a pair (init_scale, growth_interval), and the replay of the pair.

@@ -363,6 +363,11 @@ def in_tokens(measurement: Measurement) -> Measurement:
     return measurement if tokens is None else replace(measurement, samples_per_second=tokens)
 
 
+def throughput(objective: Objective, measurement: Measurement) -> float:
+    """Return the tokens per second for the objective tokens, if they were counted, else the samples per second."""
+    return (in_tokens(measurement) if objective == "tokens" else measurement).samples_per_second
+
+
 def records_for(objective: Objective, records: Sequence[Record]) -> Sequence[Record]:
     """Return records whose samples per second are the throughput that the objective compares (see `in_tokens`)."""
     if objective != "tokens":

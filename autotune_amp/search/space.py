@@ -45,8 +45,8 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     code itself weights the passes that it accumulates; `keeps_effective_batch_size`: it accumulates by itself.
     `variants` are non-default values of further dimensions by name, tried on the leader; `variants_left_out` those that
     cannot be tried, with the reason; `are_variants_named`: the user named them. `argument_values` are those of a
-    command's own placeholders, as in `Description`. `checks` are the possible kinds of
-    checks, with at most `check_batch_size` samples.
+    command's own placeholders, `num_workers` is that of the loader today, as in `Description`. `checks` are the
+    possible kinds of checks, with at most `check_batch_size` samples.
     """
 
     candidates: tuple[Setting, ...]
@@ -65,6 +65,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     variants_left_out: dict[str, dict[Any, str]] = {}
     are_variants_named: bool = False
     argument_values: dict[str, tuple[str, ...]] = {}
+    num_workers: int | None = None
     checks: frozenset[str] = frozenset({"fidelity", "later", "calibration", "accumulation"})
     check_batch_size: int = 16
 
@@ -137,6 +138,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         variants_left_out={name: dict(choices.left_out) for name, choices in variants.items()},
         are_variants_named=options.variants is not None,
         argument_values=description.argument_values,
+        num_workers=description.num_workers,
         checks=frozenset(description.checks),
         check_batch_size=description.check_batch_size,
     )

@@ -7,7 +7,7 @@ import math
 import random
 import traceback
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -33,6 +33,7 @@ from autotune_amp.core.outcome import (
 )
 from autotune_amp.core.workload import Workload
 from autotune_amp.dimensions import NUMERIC, VARIANTS
+from autotune_amp.dimensions.attention import backends_in_use
 from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.numerics import accumulation, calibration, fidelity
 from autotune_amp.numerics.accumulation import (
@@ -68,13 +69,14 @@ _PHASES = {
 
 def check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
     """Run one check; an error is returned as a `Failure`."""
-    return run_guarded(context, spec, lambda: _prepare_and_check(context, spec, tell))
+    with ExitStack() as stack:
+        return run_guarded(context, spec, lambda: _prepare_and_check(context, spec, tell, stack))
 
 
-def _prepare_and_check(context: Context, spec: Check, tell: Tell) -> CheckOutcome:
+def _prepare_and_check(context: Context, spec: Check, tell: Tell, stack: ExitStack) -> CheckOutcome:
     prepare_process(context, spec)
     try:
-        inputs, num_steps = _make_check_inputs(context, spec, tell)
+        inputs, num_steps = _make_check_inputs(context, spec, tell, stack)
     except CannotCutError as error:
         return accumulation.unchecked_result(str(error), spec.candidate.batch_size)
     except NotTrainedError as error:
@@ -163,11 +165,11 @@ class NotTrainedError(Exception):
     """Raised when there are no trained weights to check."""
 
 
-def _make_check_inputs(context: Context, spec: Check, tell: Tell) -> tuple[CheckInputs, int]:
+def _make_check_inputs(context: Context, spec: Check, tell: Tell, stack: ExitStack) -> tuple[CheckInputs, int]:
     """Return the training to check, with an fp32 reference, and the number of fp32 steps its weights have taken.
 
-    The reference is the same training without the setting's further dimensions, except for those of the whole process,
-    such as the attention backend, which it has too.
+    The reference is the same training without the setting's further dimensions. Of those of the whole process it has
+    today's attention backends; the others do not affect numerics. Changes of the whole process are undone by `stack`.
     """
     device, variants = torch.device(spec.device), spec.candidate.active_variants
     batches = _read_batches(context.workload.data, spec)
@@ -186,8 +188,10 @@ def _make_check_inputs(context: Context, spec: Check, tell: Tell) -> tuple[Check
     if "weights" in variants:  # compare training from rounded weights with fp32 training from the same weights
         for weight in (weight for weight in reference.model.parameters() if weight.dtype == torch.float32):
             weight.data = weight.data.to(torch.bfloat16).to(weight.dtype)
+    backends_today = backends_in_use()
     for name, value in variants.items():
-        VARIANTS[name].change_once(value, live_training)
+        if (undo := VARIANTS[name].change_once(value, live_training)) is not None:
+            stack.callback(undo)
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = reference.make_optimizer(model)
@@ -200,7 +204,7 @@ def _make_check_inputs(context: Context, spec: Check, tell: Tell) -> tuple[Check
     inputs = replace(
         inputs_of_model,
         make_optimizer=inputs_of_model.make_optimizer if isinstance(model, LoopState) else make,
-        reference=replace(reference, has_like_draws=not is_compiled),
+        reference=replace(reference, around=backends_today.used, has_like_draws=not is_compiled),
         is_compiled=is_compiled,
         has_like_draws=not is_compiled,
     )

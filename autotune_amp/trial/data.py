@@ -69,18 +69,20 @@ def stream(data: Any, batch_size: int) -> Stream:
     return open_data(data, batch_size).stream
 
 
-def open_data(data: Any, batch_size: int, num_workers: int | None = None) -> OpenedData:
-    """Open the data for batches of `batch_size`, with `num_workers` loader processes; None keeps the user's number."""
+def open_data(data: Any, batch_size: int, arguments: Mapping[str, Any] | None = None) -> OpenedData:
+    """Open the data for batches of `batch_size`, with these `arguments` of a DataLoader in place of the user's own."""
+    arguments = arguments or {}
     if isinstance(data, DataLoader):
         # Incomplete batches are dropped, all else is kept.
         order: dict[str, Any] = {} if isinstance(data.dataset, IterableDataset) else {"sampler": data.sampler}
         resized = rebuild_loader(data, batch_size=batch_size, drop_last=True, **order)
-        loader = _spread_over_epoch(resized, num_workers, _random_positions())
+        loader = _spread_over_epoch(resized, arguments, _random_positions())
     elif _is_dataset(data):
         shuffle = None if isinstance(data, IterableDataset) else True
-        loader = DataLoader(data, batch_size=batch_size, shuffle=shuffle, drop_last=True, num_workers=num_workers or 0)
+        plain = DataLoader(data, batch_size=batch_size, shuffle=shuffle, drop_last=True)
+        loader = rebuild_loader(plain, batch_size=batch_size, shuffle=shuffle, drop_last=True, **arguments)
     else:
-        return _from_function(data, batch_size, num_workers)
+        return _from_function(data, batch_size, arguments)
     return OpenedData(_endless_batches(lambda: loader, batch_size), loader)
 
 
@@ -155,6 +157,8 @@ def copy_sample(sample: Any) -> Any:
 def rebuild_loader(loader: DataLoader[Any], num_workers: int | None = None, **settings: Any) -> DataLoader[Any]:
     """Return the user's loader with these `settings` changed and, unless None, another number of worker processes."""
     num_workers = loader.num_workers if num_workers is None else num_workers
+    if num_workers == 0:
+        settings.pop("prefetch_factor", None)
     names = ["collate_fn", "pin_memory", "worker_init_fn", "generator"]
     if num_workers > 0:  # without workers a DataLoader refuses any but the defaults
         names += ["timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers", "in_order"]
@@ -179,7 +183,7 @@ def length_or_none(dataset: Any) -> int | None:
         return None
 
 
-def _from_function(function: Callable[[int], Any], batch_size: int, num_workers: int | None) -> OpenedData:
+def _from_function(function: Callable[[int], Any], batch_size: int, arguments: Mapping[str, Any]) -> OpenedData:
     positions = _random_positions()
 
     def make_loader() -> Any:
@@ -193,7 +197,7 @@ def _from_function(function: Callable[[int], Any], batch_size: int, num_workers:
                 f"batch_size={loader.batch_size}.",
                 "Make it pass its argument on: DataLoader(dataset, batch_size=batch_size, ...).",
             )
-        return _spread_over_epoch(loader, num_workers, positions)
+        return _spread_over_epoch(loader, arguments, positions)
 
     first_loader = make_loader()
     loaders = chain([first_loader], (make_loader() for _ in count()))
@@ -203,10 +207,12 @@ def _from_function(function: Callable[[int], Any], batch_size: int, num_workers:
     return OpenedData(_endless_batches(lambda: [next(loaders)], batch_size), None)
 
 
-def _spread_over_epoch(loader: DataLoader[Any], num_workers: int | None, positions: Iterator[float]) -> DataLoader[Any]:
+def _spread_over_epoch(
+    loader: DataLoader[Any], arguments: Mapping[str, Any], positions: Iterator[float]
+) -> DataLoader[Any]:
     """Return the loader with its batches drawn at these `positions` of an epoch, if it is in a listable order.
 
-    Incomplete batches are dropped if possible. With `num_workers` None it keeps its number of worker processes.
+    Incomplete batches are dropped if possible. It has `arguments` in place of its own.
     """
     is_spread = _is_standard_loader(loader) and _is_ordered(loader)
     # An incomplete last batch is dropped by its number of indices, not by the shapes of collated tensors.
@@ -215,18 +221,18 @@ def _spread_over_epoch(loader: DataLoader[Any], num_workers: int | None, positio
         and type(loader.batch_sampler) is BatchSampler
         and not loader.batch_sampler.drop_last
     )
-    if num_workers is None and not is_spread and not has_rest:
+    if not (arguments or is_spread or has_rest):
         return loader
     batches, samples = loader.batch_sampler, loader.sampler
     if isinstance(loader.dataset, IterableDataset):
-        return rebuild_loader(loader, num_workers, batch_size=loader.batch_size, drop_last=loader.drop_last or has_rest)
+        return rebuild_loader(loader, batch_size=loader.batch_size, drop_last=loader.drop_last or has_rest, **arguments)
     if type(batches) is BatchSampler:
         batches = BatchSampler(batches.sampler, batches.batch_size, drop_last=True)
     if batches is None:
         return rebuild_loader(
-            loader, num_workers, batch_size=None, sampler=Spread(samples, positions) if is_spread else samples
+            loader, batch_size=None, sampler=Spread(samples, positions) if is_spread else samples, **arguments
         )
-    return rebuild_loader(loader, num_workers, batch_sampler=Spread(batches, positions) if is_spread else batches)
+    return rebuild_loader(loader, batch_sampler=Spread(batches, positions) if is_spread else batches, **arguments)
 
 
 def _endless_batches(make_loader: Callable[[], Any], batch_size: int) -> Stream:

@@ -48,7 +48,9 @@ class BaseTraining(ABC):
         self.model = model
         # Context for a pass after which ranks do not exchange gradients; replaced by the caller if there are several.
         self.no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
-        self.batches, self.loader = data.open_data(workload.data, spec.candidate.batch_size, spec.candidate.num_workers)
+        self.batches, self.loader = data.open_data(
+            workload.data, spec.candidate.batch_size, spec.candidate.loader_arguments
+        )
         self._prefetched: list[Any] = []
         self._last_batch: Any = None
         # Steps on the worst batch: the first, one after the warm-up, and in a confirmation the last.

@@ -23,7 +23,7 @@ from autotune_amp.core.intervals import trimmed_interval
 from autotune_amp.core.job import Compilation, FirstStep, PartialResult, Phase, Ready, StepDone, Tell
 from autotune_amp.core.outcome import Description, Failure, Measurement, Outcome
 from autotune_amp.core.precisions import Precision
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import LOADER_ARGUMENTS, Setting
 from autotune_amp.core.workload import Workload
 from autotune_amp.dimensions import VARIANTS
 from autotune_amp.dimensions.dimension import APPLIED_ALREADY, Variant
@@ -119,7 +119,10 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
 
 
 def supported_values(live: LiveTraining) -> dict[str, dict[str, str | None]]:
-    """Return the non-default values of each variant: None if supported, otherwise the reason why not."""
+    """Return the non-default values of each variant: None if supported, otherwise the reason why not.
+
+    Those of the loader are left out, since they depend on the data.
+    """
 
     def unsupported_reason(variant: Variant, value: str) -> str | None:
         try:
@@ -130,6 +133,7 @@ def supported_values(live: LiveTraining) -> dict[str, dict[str, str | None]]:
     return {
         name: {value: unsupported_reason(variant, value) for value in variant.others}
         for name, variant in VARIANTS.items()
+        if name not in LOADER_ARGUMENTS
     }
 
 

@@ -52,10 +52,13 @@ class Scan(NamedTuple):
     """Sizes found in the data: of samples, or if those cannot be read one by one the least and the largest of batches.
 
     Both are None if all sizes are alike. `num_workers` is the loader's number of processes, None if it cannot be
-    changed. `scan_problem` is the error that ended the scan early, or None.
+    changed; `pins_memory` and `prefetch_factor` are of the loader too. `scan_problem` is the error that ended the scan
+    early, or None.
     """
 
     num_workers: int | None = None
+    pins_memory: bool | None = None
+    prefetch_factor: int | None = None
     sample_sizes: SampleSizes | None = None
     batch_sizes_seen: tuple[int, int] | None = None
     scan_problem: str | None = None
@@ -76,7 +79,8 @@ def scan(workload: Workload, batch_size: int) -> Scan:
                 # A stream with at most one worker may not be written for several, each of which would then yield all of
                 # it.
                 is_stream = isinstance(loader.dataset, IterableDataset)
-                result = Scan(None if is_stream and loader.num_workers <= 1 else loader.num_workers)
+                num_workers = None if is_stream and loader.num_workers <= 1 else loader.num_workers
+                result = Scan(num_workers, bool(loader.pin_memory), loader.prefetch_factor)
             if workload.worst_batch is not None:
                 return result
             has_samples = loader is not None and loader.batch_sampler is not None and not is_stream

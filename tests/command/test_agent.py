@@ -16,6 +16,7 @@ from commands import INJECTED, TORCHRUN, run
 from forked_python import ForkServer
 
 from autotune_amp.command.agent import observer, passes
+from autotune_amp.command.agent.passes import before_update
 from autotune_amp.command.frozen_pair import PairingProblem, pair_steps
 from autotune_amp.command.measure import batch_sizes, passes_per_step, precision_of
 from autotune_amp.command.messages import Error, Gradient, Hello, Torch, Unstepped
@@ -126,6 +127,20 @@ for number, (x, y) in enumerate(loader, 1):
     assert len(rank.optimizers) == 2
     assert len(rank.primary_steps) == 16
     assert per_step(rank) == {(16, 5)}
+
+
+def test_what_comes_before_an_update_comes_at_the_end_of_its_closure() -> None:
+    events: list[str] = []
+
+    def closure() -> float:
+        events.append("closure")
+        return 0.5
+
+    assert before_update(("optimizer",), {}, lambda: events.append("action")) is None
+    for args, kwargs in ((("optimizer", closure), {}), (("optimizer",), {"closure": closure})):
+        changed_args, changed = before_update(args, kwargs, lambda: events.append("action"))
+        assert (changed_args, changed["closure"]()) == (("optimizer",), 0.5)
+    assert events == ["action", *["closure", "action"] * 2]
 
 
 def test_closures_and_a_loop_without_a_loader(train: Train) -> None:
@@ -529,8 +544,11 @@ class Base(nn.Module):
         super().__init__()
         self.frozen, self.trained = nn.Linear(8, 8).bfloat16().requires_grad_(False), nn.Linear(8, 1)
         self.compute_dtype = torch.bfloat16  # as of bitsandbytes' Linear4bit
+        self.packed = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16), requires_grad=False)
+        self.packed.quant_state = "4 bit"  # as of its weights, stored as bf16 for FSDP
     def forward(self, batch):
         hidden = self.frozen(batch["x"])
+        assert self.packed.dtype == torch.bfloat16
         assert (hidden.dtype == torch.float32) == (self.compute_dtype == torch.float32)
         return self.trained(hidden.float())
 models = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).bfloat16(), Base()]
@@ -549,7 +567,7 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=8):
         "the same weights and batches"
     )
     (rank,) = low.ranks.values()
-    assert rank.optimizers[0].num_frozen == {"bfloat16": 72}
+    assert rank.optimizers[0].num_frozen == {"bfloat16": 76}
     assert rank.optimizers[0].num_parameters == {"bfloat16": 81, "float32": 9}
 
 

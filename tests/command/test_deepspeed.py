@@ -10,11 +10,14 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from commands import INJECTED, run
 from forked_python import ForkServer
 
+from autotune_amp.command.agent.outside.frameworks import FrameworkHooks
 from autotune_amp.command.command import Command
 from autotune_amp.command.frozen_pair import pair_steps
 from autotune_amp.command.measure import precision_of, samples_per_step, todays_precision
@@ -226,3 +229,44 @@ def test_a_deepspeed_command_is_one_trial_of_two_ranks(tmp_path: Path, monkeypat
         assert [number for number, step in enumerate(rank.steps[:12]) if step.is_skipped] == [6, 7]
         assert samples_per_step(rank) == 4
         assert precision_of(rank) == "bf16"
+
+
+class TrainerConfig:
+    """Stand-in for Transformers' config of DeepSpeed: fills in ``auto``, and notes numbers that differ."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config, self.mismatches = config, list[str]()
+
+    def find_config_node(self, name: str) -> tuple[Any, str]:
+        *sections, key = name.split(".")
+        section: Any = self.config
+        for each in sections:
+            section = None if section is None else section.get(each)
+        return section, key
+
+    def fill_match(self, name: str, value: Any, argument: str | None = None, must_match: bool = True) -> None:
+        section, key = self.find_config_node(name)
+        if section is not None and section.get(key) == "auto":
+            section[key] = value
+        elif section is not None and must_match and section.get(key) not in (None, value):
+            self.mismatches.append(f"{name} {argument}")
+
+
+def test_a_trainers_own_numbers_are_set_in_its_config_and_others_must_still_match() -> None:
+    class Config(TrainerConfig):
+        pass
+
+    values = {"batch_size": 2, "precision": "fp32"}
+    hooks = FrameworkHooks(SimpleNamespace(values=values))
+    hooks._hook_deepspeed_values(SimpleNamespace(HfTrainerDeepSpeedConfig=Config))
+    config = Config({"train_micro_batch_size_per_gpu": 4, "train_batch_size": 8, "bf16": {"enabled": True}, "lr": 0.1})
+    config.fill_match("train_micro_batch_size_per_gpu", 2)
+    config.fill_match("train_batch_size", 4)
+    config.fill_match("gradient_accumulation_steps", 2)
+    config.fill_match("bf16.enabled", False)
+    config.fill_match("fp16.enabled", False)
+    config.fill_match("lr", 0.2, "learning_rate")
+    assert config.config == {
+        "train_micro_batch_size_per_gpu": 2, "train_batch_size": 4, "bf16": {"enabled": False}, "lr": 0.1
+    }  # fmt: skip
+    assert config.mismatches == ["lr learning_rate"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from commands import run
 
+from autotune_amp.command.agent.outside import frameworks
 from autotune_amp.command.command import Command
 from autotune_amp.command.measure import precision_of
 from autotune_amp.command.rank_steps import Rank
@@ -154,7 +155,8 @@ def test_accelerates_file_starts_two_ranks_of_fsdp2_in_a_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(PREAMBLE + ACCELERATE)
+    check = "from torch.distributed.fsdp import FSDPModule\nassert isinstance(model, FSDPModule)\n"
+    (tmp_path / "train.py").write_text(PREAMBLE + ACCELERATE.replace("for batch", f"{check}for batch"))
     (tmp_path / "fsdp.yaml").write_text(FSDP2)
     line = CommandTemplate.of("accelerate launch --config_file fsdp.yaml train.py", files=["fsdp.yaml"])
     completed = Command(line).run(
@@ -165,3 +167,22 @@ def test_accelerates_file_starts_two_ranks_of_fsdp2_in_a_precision(
     )
     assert completed.verdict == "measured"
     assert [precision_of(rank) for rank in completed.events.ranks.values()] == ["bf16", "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "parsed", "parser"),
+    [
+        (["--lr", "1"], ["--lr", "1"], "HfArgumentParser"),
+        (["--config", "own.yaml", "--lr", "1"], ["--lr", "1"], "HfArgumentParser"),
+        (["--lr", "1", "--config=own.yaml"], ["--lr", "1"], "HfArgumentParser"),
+        (["--lr", "1", "--config=own.yaml"], ["--lr", "2"], ""),
+    ],
+)
+def test_arguments_are_of_the_command_line_without_the_file_that_a_parser_read_before(
+    typed: list[str], parsed: list[str], parser: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse_args_into_dataclasses(args: list[str]) -> str:  # as HfArgumentParser's method, which makes the arguments
+        return frameworks._parser_of_arguments() if args else ""
+
+    monkeypatch.setattr(sys, "argv", ["train.py", *typed])
+    assert parse_args_into_dataclasses(parsed) == parser

@@ -41,6 +41,7 @@ def test_what_is_not_alike_is_not_held_against_each_other() -> None:
         with_other_arguments = pair_steps(low, reference, has_other_arguments=True)
         assert isinstance(with_other_arguments, PairingProblem)
         assert ("this value changes" in with_other_arguments.why) is (named in ("weights", "batches"))
+        assert ("not seeded" in with_other_arguments.why) is (named in ("weights", "batches"))
         assert named in found.why
         assert found.next_step
 

@@ -94,7 +94,13 @@ def test_arguments_to_try_are_suggested_with_todays_value_unless_the_command_has
     assert any("--attn_implementation" in each for each in suggested)
     for each in suggested:  # as they are, they can be searched
         assert CommandTemplate.of(f"python train.py {each}").argument_values
-    line = CommandTemplate.of(f"python train.py {' '.join(suggested)}")
+    given = "--attn-implementation eager --optim=adamw_torch --gradient_checkpointing --lr 1"
+    found = switch("HfArgumentParser", optim="adamw_torch", gradient_checkpointing="True")
+    suggested = suggested_arguments(CommandTemplate.of(f"python train.py {given}"), [found])
+    assert {"{attn=eager:sdpa|flash_attention_2}", "{optim=adamw_torch:adamw_torch_fused}", "{ckpt=True:False}"} == {
+        each.split("'")[1] for each in suggested
+    }, "the values of its own arguments are those in use"
+    line = CommandTemplate.of(f"python train.py {' '.join(suggested).replace('_impl', '-impl')}")
     assert suggested_arguments(line, [found]) == ()
     assert suggested_arguments(CommandTemplate.of("python train.py"), [switch("", optim="adamw_torch")]) == ()
 

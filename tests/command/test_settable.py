@@ -11,7 +11,14 @@ from msgspec.structs import replace
 from autotune_amp.command import messages
 from autotune_amp.command.measure import samples_per_step
 from autotune_amp.command.rank_steps import Rank
-from autotune_amp.command.settable import batches_in, deviation, keeps_effective_batch_size, probing_setting, unsettable
+from autotune_amp.command.settable import (
+    batches_in,
+    deviation,
+    keeps_effective_batch_size,
+    missing_placeholders,
+    probing_setting,
+    unsettable,
+)
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.precisions import Precision
@@ -84,6 +91,26 @@ def test_what_cannot_be_set(command: str, about: dict[str, Any], expected: set[s
     found = unsettable(CommandTemplate.of(command), seen(**about))
     assert set(found) == expected
     assert all(found.values())
+
+
+@pytest.mark.parametrize(
+    ("command", "cannot", "num_workers", "expected"),
+    [
+        (
+            "t",
+            {"accumulation_steps", "fp16", "fp8"},
+            2,
+            {"{precision=fp32}", "{num_workers=2}", "{accumulation_steps=1}"},
+        ),
+        ("t", {"batch_size", "fp8"}, None, {"{batch_size=8}"}),
+        ("t {num_workers=2} {precision:bf16=--bf16|fp32=}", {"fp16", "tf32"}, 2, set()),
+    ],
+)
+def test_placeholders_that_would_let_it_try_more_have_todays_values(
+    command: str, cannot: set[str], num_workers: int | None, expected: set[str]
+) -> None:
+    line = CommandTemplate.of(command)
+    assert set(missing_placeholders(line, TODAY, num_workers, dict.fromkeys(cannot, "no"))) == expected
 
 
 @pytest.mark.parametrize(

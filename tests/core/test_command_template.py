@@ -125,6 +125,39 @@ def test_a_settings_file_is_copied_and_the_copy_named(tmp_path: Path) -> None:
     assert own.read_text().startswith("batch: {batch_size=4}")
 
 
+def test_a_settings_file_whose_path_is_a_part_of_another_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.yaml", "my-a.yaml", "a.yaml.j2"):
+        (tmp_path / name).write_text(f"{name}: {{batch_size=4}}")
+    command = "python t.py a.yaml --other=my-a.yaml,a.yaml a.yaml.j2 lib/a.yaml"
+    line = CommandTemplate.of(command, files=["a.yaml", "my-a.yaml", "a.yaml.j2"])
+    arguments, files = line.of_setting(BF16, "a.yaml.d")
+    own, mine, template = "a.yaml.d/a.yaml", "a.yaml.d/my-a.yaml", "a.yaml.d/a.yaml.j2"
+    assert arguments == ("python", "t.py", own, f"--other={mine},{own}", template, "lib/a.yaml")
+    assert files == {own: f"{own}: 16", mine: f"{mine}: 16", template: f"{template}: 16"}
+
+
+@pytest.mark.parametrize(
+    ("command", "files"),
+    [
+        ("python t.py a/own.yaml b/own.yaml", ["a/own.yaml", "b/own.yaml"]),  # their copies would be one
+        ("python t.py a/own.yaml", ["own.yaml"]),
+    ],
+)
+def test_settings_files_that_cannot_be_told_apart_are_refused(
+    command: str, files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    with pytest.raises(InvalidRequestError) as refused:
+        CommandTemplate.of(command, files=files)
+    assert files[-1] in refused.value.message
+
+
 def test_choices_in_several_places_have_words_of_their_own_beside_the_braces_of_json(tmp_path: Path) -> None:
     own, naming = tmp_path / "ds.json", tmp_path / "launch.yaml"
     own.write_text(

@@ -13,7 +13,7 @@ from scripted_backend import ScriptedSearch, all_well, described, fidelity, hard
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.outcome import CheckOutcome, Failure, Measurement, Outcome
+from autotune_amp.core.outcome import CheckOutcome, Failure, GradientDamage, Measurement, Outcome
 from autotune_amp.core.recommendation import VariantRow
 from autotune_amp.core.setting import Setting
 from autotune_amp.dimensions import numerics_of
@@ -125,7 +125,44 @@ def test_a_value_that_changes_nothing_is_said_to_and_not_kept() -> None:
     _, rows, winner = searched(lambda _, measurement: measurement)
     assert winner.arguments == ()
     assert rows["attn", "eager"].reason == NO_DIFFERENCE
-    assert rows["ckpt", "on"].reason is None
+    assert rows["ckpt", "on"].reason == NO_DIFFERENCE
+
+
+def test_a_value_that_frees_memory_has_an_effect() -> None:
+    def answer(setting: Setting, measurement: Measurement) -> Outcome:
+        is_on = value_of(setting, "!ckpt") == "on"
+        return replace(measurement, peak_memory_bytes=measurement.peak_memory_bytes // (2 if is_on else 1))
+
+    assert searched(answer)[1]["ckpt", "on"].reason is None
+
+
+@pytest.mark.parametrize("error", [0.0, 1e-7])
+def test_without_losses_equal_gradients_tell_that_a_value_changes_nothing(error: float) -> None:
+    def check_answer(check: Check) -> CheckOutcome:
+        worst = GradientDamage(name="a", noise_ratio=error, cosine=1.0, norm_ratio=1.0, flushed_share=0.0)
+        found = fidelity(check.candidate.precision)
+        return replace(found, noise_ratio=error, loss_error=0.0, worst_parameters=(worst,))
+
+    _, rows, _ = searched(
+        lambda _, measurement: replace(measurement, first_losses=()), check_answer=check_answer, precision=["fp32"]
+    )
+    assert (rows["attn", "eager"].reason == NO_DIFFERENCE) is (error == 0.0)
+
+
+def test_memory_that_a_value_frees_goes_into_a_larger_batch_also_beside_a_later_leader() -> None:
+    values = {"!ckpt": ("off", "on"), "compile": ("no", "yes")}
+
+    def answer(setting: Setting, measurement: Measurement) -> Outcome:
+        is_on, is_compiled = (("!ckpt", "on") in setting.arguments, ("compile", "yes") in setting.arguments)
+        gain = (0.98 if is_on else 1.0) * (1.2 if is_compiled else 1.0)
+        losses = tuple(loss * gain for loss in measurement.first_losses)
+        peak = measurement.peak_memory_bytes // (2 if is_on else 1)
+        return faster(measurement, gain, first_losses=losses, peak_memory_bytes=peak)
+
+    _, rows, winner = searched(answer, values=values, wall=16, effective_batch_size="free", baseline="fp32:16")
+    assert winner.batch_size > 16
+    assert winner.arguments == (("!ckpt", "on"), ("compile", "yes"))
+    assert rows["ckpt", "on"].status == "chosen"
 
 
 def test_memory_that_a_value_frees_goes_into_a_larger_batch() -> None:

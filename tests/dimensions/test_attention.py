@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune_amp import AmpConfig, prepare
+from autotune_amp.core.outcome import Fidelity
 from autotune_amp.core.setting import Setting
 from autotune_amp.core.workload import Workload
 from autotune_amp.dimensions import ATTENTION, numerics_of
@@ -17,10 +19,13 @@ from autotune_amp.dimensions.attention import enabled_backends
 from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.integrations.export import ExportSource, export
 from autotune_amp.precision import torch_state
-from autotune_amp.trial.jobs import Trial
+from autotune_amp.trial.checks import check
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.training import make_training
 from autotune_amp.trial.worker import supported_values
 
+BF16 = Setting(precision="bf16", batch_size=4)
 attend = nn.functional.scaled_dot_product_attention
 
 
@@ -132,3 +137,30 @@ def test_it_is_compared_with_fp32_and_plain_pytorch_has_lines_for_it() -> None:
     exec("\n".join(lines), namespace)
     assert enabled_backends() == {"math"}
     del namespace
+
+
+@pytest.mark.parametrize("value", ["math", "flash"])
+def test_the_fp32_run_that_it_is_compared_with_has_todays_backend(value: str) -> None:
+    in_flash: dict[str, list[bool]] = {"fp32": [], "bf16": []}
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with Operators() as operators:
+            found: Tensor = model(batch).square().mean()
+        precision = "bf16" if torch.is_autocast_enabled("cpu") else "fp32"
+        in_flash[precision].append(any("flash_attention" in name for name in operators.names))
+        return found
+
+    workload = Workload(
+        model=Block,
+        loss=loss,
+        data=lambda num: (torch.randn(num, 4, 8) for _ in range(8)),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    before = torch._C._get_sdp_priority_order(), enabled_backends()
+    candidate, state = replace(BF16, attention=value), torch_state.capture()
+    spec = Check(candidate=candidate, device="cpu", what="fidelity", torch_state=state)
+    checked = check(Context(workload), spec, lambda _: None)
+    assert isinstance(checked, Fidelity)
+    assert set(in_flash["fp32"]) == {True}
+    assert set(in_flash["bf16"]) == {value == "flash"}
+    assert (torch._C._get_sdp_priority_order(), enabled_backends()) == before

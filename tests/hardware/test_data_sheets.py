@@ -29,6 +29,7 @@ def test_a_card_has_its_dense_rate(name: str, bf16_tera: float) -> None:
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA GeForce RTX 4090 D",
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA H100 SXM5 MIG 1g.10gb",
         "Intel(R) Xeon(R) Processor",
     ],
 )

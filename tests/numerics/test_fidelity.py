@@ -31,10 +31,10 @@ from torch.nn import functional
 
 from autotune_amp.core.outcome import Fidelity
 from autotune_amp.core.precisions import Precision
-from autotune_amp.numerics.experiment import NUM_PAIRED_STEPS
+from autotune_amp.numerics.experiment import NUM_PAIRED_STEPS, Experiment
 from autotune_amp.numerics.fidelity import check
 from autotune_amp.numerics.locate import OUTSIDE
-from autotune_amp.numerics.passes import CheckInputs, stored_values
+from autotune_amp.numerics.passes import CheckInputs, Passes, stored_values
 from autotune_amp.precision.forward_wrapper import is_pinned, pin_fp32
 
 
@@ -355,6 +355,16 @@ def test_quantized_layers_compute_in_fp32_in_the_run_that_others_are_compared_wi
     assert found.noise_ratio > 1e-3, "it computes in bf16 there"
     assert found.verdict == "faithful"
     assert found.low_weights is None
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 11), (torch.float32, 24)])
+def test_formats_that_layers_compute_in_by_themselves_count_beside_the_precision(dtype: torch.dtype, bits: int) -> None:
+    layer = Quantized(8, 16)
+    layer.compute_dtype = dtype
+    for model in (chain(a=layer, head=nn.Linear(16, 4)), nn.Linear(8, 4).to(dtype)):
+        made = Experiment(Passes(subject(model, in_its_dtype)), "fp32", 8, dict, "fp32", 0, math.inf)
+        assert made._roundoff == 2.0**-bits
+        assert made._format_max == torch.finfo(dtype).max
 
 
 def adam(lr: float) -> Callable[[nn.Module], torch.optim.Optimizer]:

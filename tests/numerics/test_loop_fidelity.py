@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import loop_samples
@@ -129,7 +129,7 @@ def test_a_pass_holds_what_was_clipped_whatever_the_scale_and_sees_what_clipping
         return {"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
 
     context = Context(Workload(build=build, train_step=clipping, data=batches), is_kept=False)
-    passes = Passes(checks._make_check_inputs(context, spec("bf16"), lambda event: None)[0])
+    passes = Passes(checks._make_check_inputs(context, spec("bf16"), lambda event: None, ExitStack())[0])
     one, other = passes.run(0, "fp32"), passes.run(0, "fp32", scale=2.0**20)
     assert one.loss == other.loss
     torch.testing.assert_close(one.gradients, other.gradients, rtol=0, atol=0)

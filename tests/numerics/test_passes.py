@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune_amp.core.precisions import Precision
-from autotune_amp.numerics.passes import Passes
+from autotune_amp.numerics.paired_runs import lost_updates, perturb
+from autotune_amp.numerics.passes import Passes, fp32_copy
+from autotune_amp.precision.forward_wrapper import computes_in_half
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -128,3 +130,40 @@ def test_a_pass_knows_whether_it_drew_and_waits_once_however_many_parameters_the
     drawing = Passes(build("transformer with dropout"))
     drawing.run(0, "fp32")
     assert drawing.has_random_draws
+
+
+class PackedWeight(nn.Parameter):
+    """A frozen weight of 4 bit that is stored as bf16, as FSDP needs it."""
+
+    quant_state = "4 bit"
+
+
+class Quantized(nn.Module):
+    """A layer with a packed weight in a model that refuses `float`, as quantized ones of Transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = PackedWeight(torch.arange(1, 9).to(torch.int16).view(torch.bfloat16), requires_grad=False)
+        self.adapter = nn.Linear(8, 8, dtype=torch.bfloat16)
+
+    def float(self) -> Any:
+        """Refuse."""
+        raise ValueError("not supported for quantized models")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Unpack the weight."""
+        hidden: Tensor = self.adapter(x)
+        return hidden * self.packed.detach().view(torch.int16).to(x.dtype)
+
+
+def test_packed_weights_stay_as_they_are_in_the_copy_that_computes_in_fp32() -> None:
+    model = Quantized()
+    assert computes_in_half(model)
+    copied = fp32_copy(model, "cpu")
+    assert not computes_in_half(copied)
+    before = {name: value.float() for name, value in state_of(copied).items()}
+    perturb(copied, 0.125, 0)
+    assert torch.equal(copied.get_parameter("packed"), model.packed)
+    after = {name: value.float() for name, value in state_of(copied).items()}
+    assert lost_updates(model, before, after) is not None
+    assert copied(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.float32, "its inputs are converted"

@@ -124,12 +124,17 @@ def test_what_is_tried_and_what_needs_a_placeholder_is_known_before_the_trials()
     settings = [candidate(precision, size) for precision in ("fp32", "bf16") for size in (4, 8)]
     values = template.argument_values
     space = Space(candidates=tuple(settings), baseline=settings[1], argument_values=values)
-    description = described(
-        loader="t.py:main:3", unsettable={"accumulation_steps": "no"}, suggestions=("--optim '{optim=a:b}'",)
-    )
+    description = described(missing_placeholders=("{accumulation_steps=1}",), suggestions=("--optim '{optim=a:b}'",))
     tried, missing, suggested = plan_lines(space, description, template)
     for text in ("fp32 or bf16 (set from outside)", "4 to 8 ({batch_size})", "attn sdpa or eager"):
         assert text in tried
-    assert "{accumulation_steps=" in missing
-    assert "{num_workers=" in missing
+    assert "{accumulation_steps=1}" in missing
     assert "--optim '{optim=a:b}'" in suggested
+
+
+def test_what_has_one_value_is_not_said_to_be_set() -> None:
+    space = Space(candidates=(candidate("fp32", 8),), baseline=candidate("fp32", 8))
+    (tried,) = plan_lines(space, described(), CommandTemplate.of("python t.py"))
+    assert "precision fp32 only" in tried
+    assert "batch size 8 only" in tried
+    assert "outside" not in tried

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import msgspec
 import pytest
 from scripted_backend import ScriptedSearch, candidate, described, hardware, measured
 
+from autotune_amp.core.config import AmpConfig, training_arguments
 from autotune_amp.core.outcome import Outcome
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Decision
+from autotune_amp.integrations.export import ExportSource, export
+from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.planner import DEADLINE_RATIO
-from autotune_amp.search.space import Space
+from autotune_amp.search.space import Space, build_space
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import exploration_stages
+from autotune_amp.search.stages.variants import Variants
 from autotune_amp.search.stages.workers import LoaderWorkers
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
@@ -213,3 +220,37 @@ def test_other_batch_sizes_are_tried_with_the_fewest_workers_that_end_the_wait()
     found = LoaderWorkers(Checks())._promising(machine.ledger, planner, planner.budget.left())
     assert found is not None
     assert (found.batch_size > today.batch_size, found.num_workers) == (True, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wait", "own", "expected"),
+    [
+        ("cuda", 0.2, {"pins_memory": False}, {"num_workers": 2, "pin_memory": True, "prefetch_factor": 4}),
+        ("cuda", 0.0, {"pins_memory": False}, {"num_workers": 2, "pin_memory": True}),
+        ("cuda", 0.2, {"pins_memory": True, "prefetch_factor": 8}, {"num_workers": 2}),
+        ("cpu", 0.0, {"pins_memory": False}, {"num_workers": 2}),
+    ],
+)
+def test_pinned_memory_and_prefetched_batches_are_tried_where_they_may_gain(
+    kind: str, wait: float, own: dict[str, Any], expected: dict[str, int]
+) -> None:
+    def answer(spec: Trial) -> Outcome:
+        gains = {"pin_memory": 1.2, "prefetch_factor": 1.1}
+        rate = 100.0 * math.prod(gains.get(name, 1.0) for name in spec.candidate.loader_arguments)
+        return measured(spec, rate, data_share=wait)
+
+    device = hardware({"fp32": 1.0, "tf32": None, "bf16": None, "fp16": None, "fp8": None})
+    device = msgspec.structs.replace(device, identity=msgspec.structs.replace(device.identity, type=kind))
+    description = described(num_workers=2, **own)
+    space = build_space(device, description, SearchOptions())
+    search = ScriptedSearch(space, answer, device=device, description=description)
+    search.explore()
+    search.run(Variants(Checks()))
+    shortlist = search.ledger.shortlist
+    assert shortlist is not None
+    config = AmpConfig.of(msgspec.structs.replace(shortlist.winner, num_workers=2))
+    assert config.loader_options == {"batch_size": config.batch_size, **expected}
+    assert not config.active_variants, "prepare() leaves them to the loader"
+    assert export(ExportSource(config, "cpu"), "torch").text.count("pin_memory=True") == ("pin_memory" in expected)
+    arguments = {f"dataloader_{name}": value for name, value in expected.items()}
+    assert arguments.items() <= training_arguments(config).items()

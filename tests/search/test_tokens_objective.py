@@ -16,6 +16,7 @@ from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import CheckOutcome, CountedFlops, Description, Fidelity, Measurement, Outcome
 from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
 from autotune_amp.search.answer.decide import recommend, unit_price, utilization
+from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.space import build_space
 from autotune_amp.trial.jobs import Check, Trial
@@ -159,6 +160,17 @@ def test_without_autocast_products_are_computed_in_the_weights_precision(
     assert found.measured_flops.machine_flops_per_second.get("fp32") == rates.get(product)
 
 
+def test_products_under_the_scripts_own_flags_count_as_tf32(tmp_path: Path) -> None:
+    found = searched("speed", tmp_path)  # fp32 wins
+    found = msgspec.structs.replace(found, config=msgspec.structs.replace(found.config, as_found=True))
+    used = utilization(
+        found, (), on_gpu("NVIDIA H200"), described(counted_flops=CountedFlops(flops=8 * 10**12, num_samples=4))
+    )
+    assert used.precision == "tf32"
+    assert used.data_sheet_flops_per_second == pytest.approx(494.5e12)
+    assert used.data_sheet_mfu == pytest.approx(2e12 * found.evidence.samples_per_second / 494.5e12)
+
+
 @pytest.mark.parametrize(
     ("counted", "reason"),
     [
@@ -187,3 +199,15 @@ def test_a_commands_own_count_goes_before_those_of_checks_and_reaches_the_run(tm
     own: Description = described(counted_flops=CountedFlops(flops=5 * 10**6, num_samples=1))
     decision, records = decision_with(CountedFlops(flops=3 * 10**6, num_samples=1))
     assert utilization(decision, records, DEVICE, own).flops_per_second == pytest.approx(5e6 * 100)
+
+
+def test_the_best_so_far_is_by_tokens_too() -> None:
+    log = Log()
+    for setting, speed, tokens in ((FP32, 150.0, 10.0), (BF16, 100.0, 20.0)):
+        log.add(setting, with_tokens(measured(Trial(candidate=setting, device="cpu"), speed), tokens))
+    space = build_space(DEVICE, described(), OPTIONS)
+    by_samples, by_tokens = (
+        Ledger(space, log.records, objective=objective, search_id=log.records[0].search_id).best
+        for objective in ("speed", "tokens")
+    )
+    assert (by_samples and by_samples.candidate, by_tokens and by_tokens.candidate) == (FP32, BF16)

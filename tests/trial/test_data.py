@@ -95,15 +95,15 @@ def flattened(samples: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("collate", [zipped, named_lists, camera_first, flattened])
-@pytest.mark.parametrize("num_workers", [None, 0])
+@pytest.mark.parametrize("arguments", [None, {"num_workers": 0}])
 def test_a_loader_knows_how_many_samples_its_batches_hold_whatever_their_tensors_say(
-    collate: Any, num_workers: int | None
+    collate: Any, arguments: dict[str, int] | None
 ) -> None:
     def make(size: int) -> DataLoader[Any]:
         return DataLoader(Scenes(), batch_size=size, shuffle=True, collate_fn=collate)
 
     for given in (make(4), make, lambda size: DataLoader(Scenes(), batch_size=size, collate_fn=collate)):
-        drawn = list(islice(data.open_data(given, 8, num_workers).stream, 5))  # 2 of an epoch, whose last 5 samples go
+        drawn = list(islice(data.open_data(given, 8, arguments).stream, 5))  # 2 of an epoch, whose last 5 samples go
         expected = collate([Scenes()[0]] * 8)
         for batch in drawn:
             assert [len(part) for part in tuple(batch)] == [len(part) for part in tuple(expected)]
@@ -174,7 +174,7 @@ def test_moving_keeps_the_shape_of_the_batch() -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_another_number_of_workers_keeps_everything_else(given: Any, num_workers: int) -> None:
     before = dict(vars(LOADER))
-    opened = data.open_data(given, 4, num_workers)
+    opened = data.open_data(given, 4, {"num_workers": num_workers})
     assert opened.loader is not None
     assert opened.loader.num_workers == num_workers
     if num_workers == 0:
@@ -183,6 +183,17 @@ def test_another_number_of_workers_keeps_everything_else(given: Any, num_workers
         assert (opened.loader.prefetch_factor, opened.loader.persistent_workers, opened.loader.timeout) == (4, True, 30)
         assert opened.loader.collate_fn is LOADER.collate_fn
     assert vars(LOADER) == before
+
+
+@pytest.mark.parametrize("given", [LOADER.dataset, LOADER, lambda size: DataLoader(LOADER.dataset, batch_size=size)])
+def test_pinned_memory_and_prefetched_batches_are_set_and_nothing_is_prefetched_without_workers(given: Any) -> None:
+    arguments = {"num_workers": 1, "pin_memory": True, "prefetch_factor": 5}
+    loader = data.open_data(given, 4, arguments).loader
+    assert loader is not None
+    assert (loader.num_workers, loader.pin_memory, loader.prefetch_factor) == (1, True, 5)
+    without = data.open_data(given, 4, {**arguments, "num_workers": 0}).loader
+    assert without is not None
+    assert without.prefetch_factor is None
 
 
 # -- places all over an epoch ------------------------------------------------------------------------------------------

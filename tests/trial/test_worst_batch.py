@@ -156,7 +156,10 @@ def test_nothing_is_said_of_what_is_alike() -> None:
         (DataLoader(Sized(), batch_size=1), None),
         (DataLoader(Counting(), batch_size=1, num_workers=2), 2),
     ):
-        assert seen_in(given, 1) == Scan(num_workers)
+        found = seen_in(given, 1)
+        assert found._replace(pins_memory=None, prefetch_factor=None) == Scan(num_workers)
+        assert (found.pins_memory is None) == (not isinstance(given, list | DataLoader))
+    assert found.prefetch_factor == 2
 
 
 def test_batches_are_drawn_where_samples_cannot_be_looked_at_one_by_one() -> None:
@@ -187,7 +190,7 @@ def test_batches_are_drawn_where_a_dataset_makes_them_at_once() -> None:
 def test_a_named_worst_batch_needs_no_look() -> None:
     dataset = Texts()
     found = seen_in(DataLoader(dataset, batch_size=4), worst_batch=lambda size: torch.zeros(size, 512))
-    assert (found, dataset.seen) == (Scan(num_workers=0), [])
+    assert (found, dataset.seen) == (Scan(num_workers=0, pins_memory=False), [])
 
 
 def test_what_is_drawn_next_stays_the_same() -> None:

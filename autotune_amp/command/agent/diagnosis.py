@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import sys
 from typing import Any
 
 from . import where
+from .passes import before_update
 
 # Module of the package that runs a diagnosis; the package is looked up in the script's own environment first, then in
 # the folder that contains this agent.
@@ -32,27 +32,11 @@ class StepDiagnosis:
         observer.loaders.keeps_latest = True
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Go on with a diagnosis that looks at gradients before the optimizer uses them.
-
-        If the step has a closure, in which Lightning and LBFGS call forward and backward, this happens at its end:
-        return the arguments with another closure then, else None.
-        """
+        """Go on with a diagnosis that looks at gradients before the optimizer uses them; see `passes.before_update`."""
         if self._steps is None or self._observer.index_of(optimizer) != self._optimizer:
             return None
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._steps.resume("before step")
-            return None
         resume = self._channel.shield(self._steps.resume)
-
-        @functools.wraps(closure)
-        def closure_then_resume(*args_: Any, **kwargs_: Any) -> Any:
-            with self._steps.in_closure():
-                loss = closure(*args_, **kwargs_)
-            resume("before step")
-            return loss
-
-        return args[:1], {**kwargs, "closure": closure_then_resume}
+        return before_update(args, kwargs, lambda: resume("before step"), self._steps.in_closure)
 
     def after_step(self, index: int, num_steps_of: list[int], step: dict[str, Any]) -> None:
         """Begin the diagnosis after the warm-up, and go on with it after each step.

@@ -19,6 +19,7 @@ from .batches import first_tensor
 from .channel import Channel
 from .imports import after_import
 from .outside.hooks import in_fp32
+from .passes import before_update, is_packed
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -71,13 +72,14 @@ class GradientRecorder:
 
     def _round_weights(self, module: Any) -> None:
         for tensor in module.parameters():
-            if self._rounding is not None and tensor.dtype == torch.float32:
+            if self._rounding is not None and tensor.dtype == torch.float32 and not is_packed(tensor):
                 tensor.data = tensor.data.to(self._rounding).float()
 
     def _convert_to_fp32(self, module: Any) -> None:
         """Convert a module's weights, inputs and computations from half precision to fp32, the weights in place."""
         for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.dtype in _HALF and not hasattr(tensor, "to_local"):  # not DTensors, whose storage FSDP manages
+            is_managed = hasattr(tensor, "to_local")  # a DTensor, whose storage FSDP manages
+            if _is_half(tensor) and not is_managed:
                 tensor.data = tensor.data.float()
         if id(module) not in self._converted:
             for layer in module.modules():  # quantized layers of bitsandbytes, which cast their inputs
@@ -87,19 +89,9 @@ class GradientRecorder:
             module.register_forward_pre_hook(lambda _, *args: in_fp32(args), with_kwargs=True)
 
     def record_in_place_of_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Record the gradients in place of an optimizer step; if the step has a closure, after calling the closure."""
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._record_gradients(optimizer)
-            return None
-
-        # Lightning calls forward and backward in the closure.
-        def closure_then_record(*args_: Any, **kwargs_: Any) -> Any:
-            loss = closure(*args_, **kwargs_)
-            self._record_gradients(optimizer)
-            return loss
-
-        return args[:1], {**kwargs, "closure": closure_then_record}
+        """Record the gradients in place of an optimizer step; see `passes.before_update`."""
+        record_gradients = self._channel.shield(self._record_gradients)
+        return before_update(args, kwargs, lambda: record_gradients(optimizer))
 
     def _record_gradients(self, optimizer: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -133,7 +125,7 @@ class GradientRecorder:
 
     def _has_low_weights(self, trained: list[Any]) -> bool:
         used = (parameter for module in self._observer.live_modules() for parameter in module.parameters())
-        return any(parameter.dtype in _HALF for parameter in (*trained, *used))
+        return any(map(_is_half, (*trained, *used)))
 
     def _write(self, path: str, parameters: list[Any], factor: float) -> list[int]:
         total = sum(parameter.numel() for parameter in parameters)
@@ -148,6 +140,10 @@ class GradientRecorder:
                 file.write(sampled.numpy().tobytes())
                 sizes.append(sampled.numel())
         return sizes
+
+
+def _is_half(tensor: Any) -> bool:
+    return tensor.dtype in _HALF and not is_packed(tensor)
 
 
 def _local_part(tensor: Any) -> Any:

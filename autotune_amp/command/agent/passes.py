@@ -6,6 +6,8 @@ import functools
 import math
 import time
 import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -231,7 +233,7 @@ def read(loss: Any) -> float | str:
 
 def _used_dtype(module: Any) -> str:
     """Return the dtype that a module computes its forward with: that of FSDP's mixed precision, else the most frequent
-    dtype of its parameters, not counting packed integers.
+    dtype of its parameters, not counting packed ones.
     """
     num_by_dtype: dict[str, int] = {}
     for part in module.modules():
@@ -242,9 +244,37 @@ def _used_dtype(module: Any) -> str:
             return _dtype_name(used)
     for parameter in module.parameters():
         name = _dtype_name(parameter.dtype)
-        is_packed = not (parameter.is_floating_point() or parameter.is_complex())
-        num_by_dtype[name] = num_by_dtype.get(name, 0) + (0 if is_packed else parameter.numel())
+        is_counted = (parameter.is_floating_point() or parameter.is_complex()) and not is_packed(parameter)
+        num_by_dtype[name] = num_by_dtype.get(name, 0) + (parameter.numel() if is_counted else 0)
     return max(num_by_dtype, key=lambda name: num_by_dtype[name])
+
+
+def before_update(
+    args: Any, kwargs: Any, action: Callable[[], object], around_closure: Callable[[], Any] = nullcontext
+) -> Any:
+    """Call `action` when the gradients of an optimizer step with these arguments are complete, before it uses them.
+
+    If the step has a closure, in which Lightning and LBFGS call forward and backward, that is at the end of the
+    closure, which runs inside `around_closure()`: return the arguments with another closure then, else None.
+    """
+    closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+    if closure is None:
+        action()
+        return None
+
+    @functools.wraps(closure)
+    def closure_then_action(*args_: Any, **kwargs_: Any) -> Any:
+        with around_closure():
+            loss = closure(*args_, **kwargs_)
+        action()
+        return loss
+
+    return args[:1], {**kwargs, "closure": closure_then_action}
+
+
+def is_packed(tensor: Any) -> bool:
+    """Whether a tensor packs numbers of fewer bits, as bitsandbytes' 4-bit weights, which FSDP stores as bf16."""
+    return getattr(tensor, "quant_state", None) is not None
 
 
 def _dtype_name(dtype: Any) -> str:

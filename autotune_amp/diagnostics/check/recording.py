@@ -37,7 +37,7 @@ from autotune_amp.diagnostics.check.operands import OperandCheck
 from autotune_amp.precision import rules
 from autotune_amp.precision.forward_wrapper import can_be_wrapped, modules_by_name
 from autotune_amp.precision.rules import AutocastDevice, Severity
-from autotune_amp.precision.torch_state import HALF_DTYPES
+from autotune_amp.precision.torch_state import HALF_DTYPES, is_packed
 
 ProgressCallback: TypeAlias = Callable[[str], None]
 PROGRESS_SECONDS = 1.0  # least time between two reports of the progress
@@ -96,7 +96,7 @@ class StepRecorder(TorchFunctionMode):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if (fake := self._make_fake(tensor, tensor.dtype)) is not None:
                 self._shadows[tensor] = _Shadow(fake, CodeLocation(name.rpartition(".")[0], None, None))
-            if tensor.dtype in HALF_DTYPES:
+            if tensor.dtype in HALF_DTYPES and not is_packed(tensor):
                 self._weight_dtypes.add(tensor.dtype)
                 tensor.data = tensor.data.float()
 

@@ -193,6 +193,7 @@ def reason_not_to_try(ledger: Ledger, dimension: Dimension[Any], value: Any) -> 
         values=ledger.space.variants,
         are_values_named=ledger.space.are_variants_named,
         num_steps=ledger.num_steps,
+        num_workers=ledger.space.num_workers if leader_setting.num_workers is None else leader_setting.num_workers,
     )
     if leader.effect not in dimension.affects:
         return f"it has no effect on {leader.effect}"
@@ -268,20 +269,27 @@ def _is_faster(ledger: Ledger, dimension: Dimension[Any], value: Any, other: Any
 
 
 def _larger_batches_with_memory_freed(ledger: Ledger, leader: Setting) -> Iterator[Setting]:
-    """Yield the leader at the next larger batch, which ran out of memory, with each argument of a command whose trial
-    took 3 % less memory.
+    """Yield the leader at the next larger batch, which ran out of memory, with each value of a command's argument that
+    frees memory.
     """
-    larger, merits = _next_batch_out_of_memory(ledger, leader), ledger.measured_merits
-    if larger is None or leader not in merits or ledger.objective == "memory":
+    larger = _next_batch_out_of_memory(ledger, leader)
+    if larger is None or ledger.objective == "memory":
         return
     for argument in arguments_of(ledger.space.argument_values):
         for value in ledger.space.variants[argument.name]:
-            setting = argument.on(leader, value)
-            if (
-                setting in merits
-                and merits[setting].peak_memory_bytes < (1 - MIN_GAIN) * merits[leader].peak_memory_bytes
-            ):
-                yield _with_batch_size_of(larger, setting)
+            if _has_freed_memory(ledger, argument, value):
+                yield _with_batch_size_of(larger, argument.on(leader, value))
+
+
+def _has_freed_memory(ledger: Ledger, argument: Argument, value: str) -> bool:
+    """Whether a trial with `value` took 3 % less memory than the same setting with today's value at least once."""
+    peaks = {setting: merit.peak_memory_bytes for setting, merit in ledger.measured_merits.items()}
+    pairs = [(setting, argument.write(setting, argument.default)) for setting in peaks]
+    return any(
+        peaks[setting] < (1 - MIN_GAIN) * peaks[plain]
+        for setting, plain in pairs
+        if argument.value_in(setting) == value and plain in peaks
+    )
 
 
 def neighbouring_batch_sizes(ledger: Ledger) -> Iterator[Setting]:
@@ -373,7 +381,9 @@ def _row(
         _per_sample(r, m) for r, m in ((record.candidate, outcome), (reference, reference_measurement))
     )
     ratio = token_ratio(outcome, reference_measurement) if ledger.objective == "tokens" else 1.0
-    if _is_without_effect(dimension, outcome, reference_measurement):
+    verdict = ledger.fidelity.get(check_key(record.candidate))
+    is_equal = "numerics" not in dimension.affects or (verdict is not None and verdict.is_equal)
+    if isinstance(dimension, Argument) and _is_without_effect(outcome, reference_measurement, is_equal=is_equal):
         row = replace(row, reason=NO_DIFFERENCE)
     return replace(
         row,
@@ -384,21 +394,16 @@ def _row(
     )
 
 
-def _is_without_effect(dimension: Dimension[Any], measured: Measurement, reference: Measurement) -> bool:
-    """Whether a command's argument that should affect numerics gave the same losses bit for bit, and the same speed and
-    memory within 3 %.
+def _is_without_effect(measured: Measurement, reference: Measurement, *, is_equal: bool) -> bool:
+    """Whether a run with another value has the speed and the memory of `reference` within 3 %, and the same losses bit
+    for bit. Where no losses were observed, `is_equal` says whether both compute the same numbers.
     """
     rates, peaks = (
         sorted(getattr(each, name) for each in (measured, reference))
         for name in ("samples_per_second", "peak_memory_bytes")
     )
-    return (
-        isinstance(dimension, Argument)
-        and "numerics" in dimension.affects
-        and bool(measured.first_losses)
-        and measured.first_losses == reference.first_losses
-        and all(high < (1 + MIN_GAIN) * low for low, high in (rates, peaks))
-    )
+    are_losses_equal = measured.first_losses == reference.first_losses if measured.first_losses else is_equal
+    return are_losses_equal and all(high < (1 + MIN_GAIN) * low for low, high in (rates, peaks))
 
 
 def _per_sample(setting: Setting, measured: Measurement) -> tuple[float, float]:

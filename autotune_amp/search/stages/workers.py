@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.dimensions.loader import SHORT_WAIT
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import JobDefaults, Planner
 from autotune_amp.search.ranking import MAX_DATA_SHARE, MIN_GAIN, UNDECIDED_TIER, data_share, rank
@@ -19,7 +20,6 @@ from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import is_ordinary_apart_from_pins, next_promising, untried_promising_settings
 from autotune_amp.trial.jobs import Check, Trial
 
-SHORT_WAIT = 0.05  # share of a step spent waiting for data below which more workers have little to gain
 SAME_WAIT = 0.9  # ratio of waits above which more workers did not help; the speed alone can mislead
 HANDOVER_SECONDS = 1e-3  # time to pass a batch from a worker process: workers cannot reduce a shorter wait
 

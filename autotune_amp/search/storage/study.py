@@ -34,6 +34,7 @@ from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.loss_scales import DEFAULT_PAIR, LOG2_INIT_SCALES, Pair, nearest_power_of_two, scales_of
+from autotune_amp.search.ranking import throughput
 from autotune_amp.search.storage.database import (
     STORAGE_ERRORS,
     load_study,
@@ -177,7 +178,8 @@ class Study:
     def tell(
         self, study_trial: StudyTrial, outcome: Outcome, *, number: int | None = None, slot: str | None = None
     ) -> None:
-        """Finish a trial with its samples per second that reach the optimizer, or with the reason of its failure.
+        """Finish a trial with its samples per second that reach the optimizer (with ``--objective tokens`` its tokens),
+        or with the reason of its failure.
 
         `number` is that of its record, which was saved before; None for another pair on the same outcome. `slot` is
         the name of its slot, if there are several. A failure becomes a pruned trial with a violated constraint, not a
@@ -196,7 +198,9 @@ class Study:
             )
             if isinstance(outcome, Measurement):
                 share = 1.0 if replay is None else replay.applied_share
-                self._study.tell(study_trial.trial, share * outcome.samples_per_second)
+                # Not the ledger's objective, which may change in a search: all values have one unit.
+                rate = throughput(self._ledger.requested_objective, outcome)
+                self._study.tell(study_trial.trial, share * rate)
             else:
                 study_trial.trial.set_constraint(_RUNS, 1.0)
                 self._study.tell(study_trial.trial, state=TrialState.PRUNED)

@@ -359,3 +359,10 @@ def test_fp16_that_may_win_is_told_once_it_was_calibrated(file: Path) -> None:
         (1, TrialState.COMPLETE),
         (2, TrialState.PRUNED),
     ]
+
+
+def test_the_value_of_a_trial_is_what_the_objective_compares(file: Path) -> None:
+    with opened(file) as study:
+        study._ledger.requested_objective = "tokens"
+        study.tell(study.ask(at("bf16", 64)), replace(measured(200.0), tokens_per_second=5000.0))
+    assert [trial.value for trial in trials(file)] == [5000.0]

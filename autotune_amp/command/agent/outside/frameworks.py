@@ -17,6 +17,12 @@ _TRAINING_ARGUMENTS = {
     "batch_size": "per_device_train_batch_size",
     "accumulation_steps": "gradient_accumulation_steps",
 }
+# Names of a DeepSpeed config by the field of a setting that decides their values.
+_DEEPSPEED_NAMES = {
+    "batch_size": ("train_micro_batch_size_per_gpu", "train_batch_size"),
+    "accumulation_steps": ("gradient_accumulation_steps", "train_batch_size"),
+    "precision": ("bf16.enabled", "fp16.enabled"),
+}
 _LIGHTNING_PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
@@ -37,6 +43,7 @@ class FrameworkHooks:
         """Hook into each framework once it is imported."""
         after_import("transformers.training_args", self._hook_post_init)
         after_import("transformers.trainer", self._hook_transformers_trainer)
+        after_import("transformers.integrations.deepspeed", self._hook_deepspeed_values)
         after_import("accelerate.accelerator", self._hook_accelerator)
         after_import("lightning.pytorch.trainer.trainer", self._hook_lightning_trainer)
         after_import("pytorch_lightning.trainer.trainer", self._hook_lightning_trainer)
@@ -128,6 +135,23 @@ class FrameworkHooks:
             os.environ["ACCELERATE_MIXED_PRECISION"] = precision if precision in ("bf16", "fp16") else "no"
         kind.__post_init__.__wrapped__(arguments)
 
+    def _hook_deepspeed_values(self, module: Any) -> None:
+        """Let TrainingArguments fill in the values of a Trainer's DeepSpeed config that are set here: a Trainer refuses
+        a config whose own numbers differ from its arguments.
+        """
+        owner = module.HfTrainerDeepSpeedConfig
+        original = owner.fill_match
+        names = {name for value in self._trainer_values for name in _DEEPSPEED_NAMES.get(value, ())}
+
+        @functools.wraps(original)
+        def fill_match(config: Any, name: str, *args: Any, **kwargs: Any) -> None:
+            section, key = config.find_config_node(name)
+            if name in names and section is not None and key in section:
+                section[key] = "auto"
+            original(config, name, *args, **kwargs)
+
+        owner.fill_match = fill_match
+
     def _hook_accelerator(self, module: Any) -> None:
         owner = module.Accelerator
         original, accumulate = owner.__init__, owner.accumulate
@@ -218,8 +242,10 @@ def _environment(name: str) -> Iterator[None]:
 def _parser_of_arguments() -> str:
     """Return ``HfArgumentParser`` if it is on the call stack, parsing the command line; else ""."""
     typed = sys.argv[1:]
-    at = typed.index("--config") if "--config" in typed else len(typed)
-    without_config = typed[:at] + typed[at + 2 :]  # TRL's parser reads the file of --config before
+    # A subclass of the parser, as TRL's, may read the file of --config before.
+    at = next((index for index, word in enumerate(typed) if word.partition("=")[0] == "--config"), len(typed))
+    num_words = 2 if typed[at : at + 1] == ["--config"] else 1  # --config FILE or --config=FILE
+    without_config = typed[:at] + typed[at + num_words :]
     for frame in where.frames():
         if frame.f_code.co_name == "parse_args_into_dataclasses":
             parsed = frame.f_locals.get("args")
