@@ -36,6 +36,7 @@ from urllib.error import HTTPError
 import msgspec
 
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.text import one_line
 from autotune_amp.distributed import place
 from autotune_amp.runtime.sinks import MAX_WAITING, BatchSink, MetricValues, Sink
 from autotune_amp.runtime.status import BEFORE, METRICS, MOVE, PREFIX, REASON
@@ -47,6 +48,7 @@ log = logging.getLogger("autotune_amp.runtime")
 MAX_TEXT = 1000  # characters of a text that is posted, such as the reason of a move
 MAX_POSTED = 16  # metrics in one request, which a service takes up to 64 KiB of
 _POST_SECONDS = 3.0  # for each read and write of a connection
+_MAX_ANSWER_BYTES = 1000  # of a refusal, for the log
 
 _UPDATE, _PRECISION = METRICS["update"].name, METRICS["precision"].name
 
@@ -221,9 +223,11 @@ class _RunPoster(BatchSink):
             try:
                 self._post(first)
             except HTTPError as error:
+                with error:
+                    detail = one_line(error.read(_MAX_ANSWER_BYTES).decode(errors="replace"))
                 if error.code < 500 and error.code != 429:  # it will not take them the next time either
                     self._forget(first)
-                raise
+                raise ConnectionError(f"The service answered {error.code}: {detail}") from None
             self._forget(first)
 
     def _forget(self, posted: Sequence[object]) -> None:
@@ -233,11 +237,7 @@ class _RunPoster(BatchSink):
     def _post(self, values: Sequence[dict[str, float | str]]) -> None:
         body = msgspec.json.encode({"name": self._name, "values": values})
         request = urllib.request.Request(self.address, body, self._headers)  # noqa: S310 # http or https
-        try:
-            urllib.request.build_opener(_NoRedirects).open(request, timeout=_POST_SECONDS).close()
-        except HTTPError as error:
-            error.close()
-            raise
+        urllib.request.build_opener(_NoRedirects).open(request, timeout=_POST_SECONDS).close()
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

@@ -43,7 +43,7 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True, rename=_metric_name):
     epoch: Annotated[Whole | None, _meta("The number given to controller.epoch().", "{epoch}")] = None
     precision: Annotated[Precision, _meta("The precision that the run computes in.")]
     rung: Annotated[Whole, _meta("0 is the config's own precision, one past the last fallback: disabled.")]
-    scale: Annotated[NotNegative | None, _meta("The loss scale; none where the loss is not scaled.")]
+    scale: Annotated[NotNegative | None, _meta("The loss scale; none where the loss is not scaled.")] = None
     growth_tracker: Annotated[Whole | None, _meta("Steps without overflow since the loss scale changed.", "{step}")] = (
         None
     )

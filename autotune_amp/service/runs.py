@@ -231,8 +231,8 @@ def _stored_run(connection: Connection, run_id: str) -> StoredRun | None:
 
 
 def _run_of(row: RowMapping) -> StoredRun:
-    documents = {name: msgspec.json.decode(str(row[name])) for name in ("newest", "seconds_by_precision")}
-    return msgspec.convert({**row, **documents}, StoredRun)
+    documents = {name: msgspec.json.decode(row[name]) for name in ("newest", "seconds_by_precision")}
+    return msgspec.convert({str(name): documents.get(name, value) for name, value in row.items()}, StoredRun)
 
 
 def _seconds_by_precision(run: StoredRun | None, new: Sequence[PostedReadings]) -> dict[Precision, float]:
@@ -315,9 +315,11 @@ def router(store: RunStore, caller: Callable[..., str]) -> APIRouter:
         if not _RUN_ID.fullmatch(run_id):
             raise _refusal(422, "The id of the run is not of 32 hexadecimal digits.", "Post with the sink http().")
         try:
-            store.append(run_id, owner, decode(body, RunPost))
+            post = decode(body, RunPost)
         except msgspec.MsgspecError as error:
             raise _refusal(422, f"The body is not a run's: {cause(error)}.", "Post with the sink http().") from error
+        try:
+            store.append(run_id, owner, post)
         except PermissionError as error:
             raise _refusal(403, str(error), "Begin a run of your own.") from error
         return Response(status_code=204)
