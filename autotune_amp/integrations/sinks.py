@@ -172,7 +172,7 @@ def opentelemetry(meter_provider: Any = None, logger_provider: Any = None) -> Si
 
 @_on_first_rank
 def http(server: str, token: str | None = None, *, name: str | None = None) -> Sink:
-    """Return a sink for the service at an address such as ``http://gpu-host:8000``, which shows this run.
+    """Return a sink for the service at an address such as ``http://gpu-host:8321``, which shows this run.
 
     The address of the run's page is logged. `token` is that of the service, by default AUTOTUNE_AMP_TOKEN of the
     environment. `name` is how the service calls the run, by default the script and the host. While the service cannot

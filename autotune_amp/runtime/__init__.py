@@ -9,7 +9,7 @@ loss is taken for you. A list of optimizers is stepped one by one.
 import torch
 from torch import nn
 from autotune_amp import AmpConfig, PrecisionController
-from autotune_amp.integrations.sinks import tensorboard  # wandb, mlflow, opentelemetry
+from autotune_amp.integrations.sinks import tensorboard  # http, wandb, mlflow, opentelemetry
 
 x, y = torch.randn(2048, 64), torch.randint(10, (2048,))
 dataset = torch.utils.data.TensorDataset(x, y)

@@ -9,13 +9,14 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from datetime import datetime, timezone
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, HTTPException, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse
+from fastapi.routing import APIRoute
 from sqlalchemy import (
     BigInteger,
     Column,
@@ -281,12 +282,33 @@ async def _read_body(request: Request) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise _refusal(413, f"The body has more than {MAX_BODY_BYTES} bytes.", "Post fewer values at once.")
+            raise _RefusedError(413, f"The body has more than {MAX_BODY_BYTES} bytes.", "Post fewer values at once.")
     return bytes(body)
 
 
-def _refusal(status: int, message: str, next_step: str) -> HTTPException:
-    return HTTPException(status, {"message": message, "next_step": next_step})
+class _RefusedError(Exception):
+    """Raised in a route to refuse the request."""
+
+    def __init__(self, status: int, message: str, next_step: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.document = {"error": {"kind": "refused", "message": message, "next_step": next_step}, "field": None}
+
+
+class _RefusingRoute(APIRoute):
+    """Route that answers a `_RefusedError` with its status and document."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the function that answers a request."""
+        answer = super().get_route_handler()
+
+        async def answer_or_refuse(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except _RefusedError as error:
+                return _json(error.document, error.status)
+
+        return answer_or_refuse
 
 
 def router(store: RunStore, caller: Callable[..., str]) -> APIRouter:
@@ -294,12 +316,12 @@ def router(store: RunStore, caller: Callable[..., str]) -> APIRouter:
 
     Everyone whom `caller` lets pass can see all runs.
     """
-    routes = APIRouter(prefix="/runs", tags=["runs"], dependencies=[Depends(caller)])
+    routes = APIRouter(prefix="/runs", tags=["runs"], dependencies=[Depends(caller)], route_class=_RefusingRoute)
 
     def known(run_id: str) -> StoredRun:
         run = store.run(run_id) if _RUN_ID.fullmatch(run_id) else None
         if run is None:
-            raise _refusal(404, "There is no run of this id.", "GET /runs lists the runs that are kept.")
+            raise _RefusedError(404, "There is no run of this id.", "GET /runs lists the runs that are kept.")
         return run
 
     @routes.get("")
@@ -313,15 +335,15 @@ def router(store: RunStore, caller: Callable[..., str]) -> APIRouter:
     ) -> Response:
         """Store metrics of a run. Its first post begins it, with an id of 32 hexadecimal digits of its own choice."""
         if not _RUN_ID.fullmatch(run_id):
-            raise _refusal(422, "The id of the run is not of 32 hexadecimal digits.", "Post with the sink http().")
+            raise _RefusedError(422, "The id of the run is not of 32 hexadecimal digits.", "Post with the sink http().")
         try:
             post = decode(body, RunPost)
         except msgspec.MsgspecError as error:
-            raise _refusal(422, f"The body is not a run's: {cause(error)}.", "Post with the sink http().") from error
+            raise _RefusedError(422, f"The body is not valid: {cause(error)}.", "Post with the sink http().") from error
         try:
             store.append(run_id, owner, post)
         except PermissionError as error:
-            raise _refusal(403, str(error), "Begin a run of your own.") from error
+            raise _RefusedError(403, str(error), "Begin a run of your own.") from error
         return Response(status_code=204)
 
     @routes.get("/{run_id}")
@@ -342,5 +364,5 @@ def router(store: RunStore, caller: Callable[..., str]) -> APIRouter:
     return routes
 
 
-def _json(document: object) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json")
+def _json(document: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(document), status, media_type="application/json")

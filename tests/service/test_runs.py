@@ -208,7 +208,7 @@ def test_a_post_that_is_no_runs_is_refused_and_nothing_is_kept(served: Served, b
     run_id = new_id()
     refused = served.ask(f"/runs/{run_id}", body)
     assert refused.status == status
-    assert {"message", "next_step"} == set(refused.document["detail"])
+    assert {"kind", "message", "next_step"} == set(refused.document["error"])
     assert served.ask(f"/runs/{run_id}").status == 404
 
 
