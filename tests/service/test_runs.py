@@ -22,11 +22,12 @@ import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import PlainTextResponse
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, Dialog
 from sqlalchemy import create_engine
 from torch import nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
+from autotune_amp.core.documents import decode
 from autotune_amp.integrations.sinks import http
 from autotune_amp.runtime import run_log
 from autotune_amp.runtime.run_log import MoveLine
@@ -214,7 +215,7 @@ def test_a_post_that_is_no_runs_is_refused_and_nothing_is_kept(served: Served, b
 
 def test_a_body_of_many_chunks_is_refused_too(served: Served) -> None:
     chunks = iter([b"x" * 1024] * 100)
-    request = urllib.request.Request(f"{served.address}/runs/{new_id()}", chunks, {"Authorization": f"Bearer {ANN}"})  # type: ignore[arg-type] # an iterator of chunks
+    request = urllib.request.Request(f"{served.address}/runs/{new_id()}", chunks, {"Authorization": f"Bearer {ANN}"})
     with pytest.raises(HTTPError) as raised:
         urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60)
     with raised.value as refused:
@@ -245,7 +246,7 @@ def test_a_run_belongs_to_who_began_it(served: Served) -> None:
 
 
 def post_of(*values: dict[str, Any]) -> RunPost:
-    return runs.decode(json.dumps({"name": "run", "values": values}), RunPost)
+    return decode(json.dumps({"name": "run", "values": values}), RunPost)
 
 
 @contextmanager
@@ -324,11 +325,16 @@ def test_the_page_follows_the_run_in_a_browser_and_foreign_text_is_text(served: 
     context = browser.new_context(extra_http_headers={"Authorization": f"Bearer {ANN}"})
     problems: list[str] = []
     asked: set[str] = set()
+
+    def refuse(dialog: Dialog) -> None:
+        problems.append(dialog.message)
+        dialog.dismiss()
+
     try:
         page = context.new_page()
         page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("dialog", lambda dialog: (problems.append("a dialog"), dialog.dismiss()))
+        page.on("dialog", refuse)
         page.on("request", lambda request: asked.add(request.url))
         page.goto(f"{served.address}/runs/{run_id}/page")
         page.wait_for_selector("html[data-drawn]", timeout=60_000)
