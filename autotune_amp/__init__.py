@@ -1,8 +1,8 @@
 """Measures the precision, batch size and loss scale to train with. Importing this imports neither torch nor optuna.
 
 What users call is here; the rest by folder, from which it imports downwards alone (`tests/test_imports.py` holds
-that): `cli → api → report → diagnostics → search → processes, command → trial → numerics → dimensions → precision
-→ core`, `integrations → runtime → numerics`.
+that): `cli → api → service → report → diagnostics → search → processes, command → trial → numerics → dimensions →
+precision → core`, `integrations → runtime → numerics`.
 
     autotune_amp/
       cli/            every command; the only place that prints or exits
@@ -34,6 +34,7 @@ that): `cli → api → report → diagnostics → search →�
       runtime/        the training job: PrecisionController, its `policy` (pure: when to step down), its diagnosis
       integrations/   Lightning, Transformers, Accelerate, exports for these and others, sinks for a run's metrics
       report/         what is shown: terminal, progress, report.html, dashboard
+      service/        a team's service: the runs that post their metrics
       workloads.py    the built-in one
     studies/          one folder for each question answered by measurement, and the facts that the code relies on
     tests/            mirrors the source; needs no GPU and no network

@@ -30,6 +30,7 @@ LAYERS = (
     ("search",),
     ("diagnostics",),
     ("report",),
+    ("service",),
     ("api",),
     ("cli",),
     ("__main__",),
@@ -44,7 +45,7 @@ WITHOUT_TORCH = (
     *("diagnostics.check.findings", "diagnostics.check.check_workload"),
     *("diagnostics.memory.results", "diagnostics.memory.profile_memory"),
     *("numerics.scaler_replay", "numerics.grading", "runtime.policy", "runtime.status", "runtime.run_log"),
-    "runtime.checkpoint",
+    *("runtime.checkpoint", "runtime.gpu_sampler", "runtime.sinks", "service"),
 )
 WITH_OPTUNA = ("search.storage.study", "search.storage.database")
 AGENT = "command.agent"

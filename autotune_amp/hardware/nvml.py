@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.hardware import host
@@ -122,21 +122,43 @@ def processes(uuid: str) -> tuple[tuple[int, int | None], ...] | None:
     return None if running is None else tuple((process.pid, process.usedGpuMemory) for process in running)
 
 
+class GpuSensors(NamedTuple):
+    """Present readings of a GPU's sensors; None for those that the driver does not report.
+
+    `slowdowns` are the reasons why the GPU runs below its clocks, empty if it does not.
+    """
+
+    temperature_celsius: int | None = None
+    sm_clock_mhz: int | None = None
+    power_watts: float | None = None
+    slowdowns: tuple[str, ...] | None = None
+
+
+def read_sensors(uuid: str) -> GpuSensors:
+    """Return the sensors' present readings; for a MIG instance those of the whole GPU."""
+    handle = _sensor_handle(uuid)
+    if handle is None:
+        return GpuSensors()
+    milliwatts = _query("nvmlDeviceGetPowerUsage", handle)
+    return GpuSensors(
+        # NVML_TEMPERATURE_GPU is 0, NVML_CLOCK_SM is 1 (nvml.h).
+        temperature_celsius=_query("nvmlDeviceGetTemperature", handle, 0),
+        sm_clock_mhz=_query("nvmlDeviceGetClockInfo", handle, 1),
+        power_watts=None if milliwatts is None else milliwatts / 1e3,
+        slowdowns=_slowdowns(handle),
+    )
+
+
 def slowdown_names(uuid: str) -> tuple[str, ...] | None:
     """Return the reasons why the GPU runs below its clocks at present; None if the driver does not report them."""
-    handle = _device_handle(uuid)
+    handle = _sensor_handle(uuid)
+    return None if handle is None else _slowdowns(handle)
+
+
+def _slowdowns(handle: Any) -> tuple[str, ...] | None:
     # The former name of nvmlDeviceGetCurrentClocksEventReasons, which old drivers have too.
-    reasons = None if handle is None else _query("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+    reasons = _query("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
     return None if reasons is None else tuple(name for bit, name in _SLOWDOWNS.items() if reasons & bit)
-
-
-def temperature_and_clock(uuid: str) -> tuple[int | None, int | None]:
-    """Return the GPU's temperature in degrees Celsius and its SM clock in MHz; None for unreported values."""
-    handle = _device_handle(uuid)
-    if handle is None:
-        return None, None
-    # NVML_TEMPERATURE_GPU is 0, NVML_CLOCK_SM is 1 (nvml.h).
-    return _query("nvmlDeviceGetTemperature", handle, 0), _query("nvmlDeviceGetClockInfo", handle, 1)
 
 
 def energy_joules(uuid: str) -> float | None:
@@ -150,6 +172,13 @@ def _device_handle(uuid: str) -> Any | None:
     names = (uuid,) if uuid.startswith(("GPU-", "MIG-")) else (f"GPU-{uuid}", f"MIG-{uuid}")
     handles = (_query("nvmlDeviceGetHandleByUUID", name) for name in names)
     return next((handle for handle in handles if handle is not None), None)
+
+
+def _sensor_handle(uuid: str) -> Any | None:
+    """Return the handle of the GPU that has the sensors: a MIG instance has none of its own."""
+    handle = _device_handle(uuid)
+    whole_gpu = None if handle is None else _query("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
+    return handle if whole_gpu is None else whole_gpu
 
 
 def _query(function: str, *arguments: object) -> Any | None:

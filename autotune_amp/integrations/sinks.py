@@ -1,5 +1,7 @@
 """Sinks that send the controller's metrics and its changes of precision ("moves") to experiment trackers.
 
+`http(server)` sends them to the service of a team, ``autotune-amp serve``, which shows its runs while they go on.
+
 Use as ``PrecisionController(config, sinks=[tensorboard("runs/1"), wandb()])``. A sink is any callable that takes a
 mapping from metric names, such as ``autotune_amp/scale``, to numbers or text; `autotune_amp.runtime.status.METRICS`
 lists the names.
@@ -14,19 +16,39 @@ run log (``run_log="run.jsonl"``): use `autotune-amp report run.jsonl`, with `--
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
+import platform
+import re
+import sys
 import time
-from collections.abc import Callable
+import urllib.request
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib import import_module
+from pathlib import Path
 from typing import Any, ParamSpec
+from urllib.error import HTTPError
+
+import msgspec
 
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.text import one_line
 from autotune_amp.distributed import place
-from autotune_amp.runtime.sinks import MetricValues, Sink
+from autotune_amp.runtime.sinks import MAX_WAITING, BatchSink, MetricValues, Sink
 from autotune_amp.runtime.status import BEFORE, METRICS, MOVE, PREFIX, REASON
 
 P = ParamSpec("P")
+
+log = logging.getLogger("autotune_amp.runtime")
+
+MAX_TEXT = 1000  # characters of a text that is posted, such as the reason of a move
+MAX_POSTED = 16  # metrics in one request, which a service takes up to 64 KiB of
+_POST_SECONDS = 3.0  # for each read and write of a connection
+_MAX_ANSWER_BYTES = 1000  # of a refusal, for the log
 
 _UPDATE, _PRECISION = METRICS["update"].name, METRICS["precision"].name
 
@@ -146,6 +168,83 @@ def opentelemetry(meter_provider: Any = None, logger_provider: Any = None) -> Si
             logger.emit(logs.LogRecord(event_name=MOVE, body=_move_text(values), attributes=dict(values)))
 
     return sink
+
+
+@_on_first_rank
+def http(server: str, token: str | None = None, *, name: str | None = None) -> Sink:
+    """Return a sink for the service at an address such as ``http://gpu-host:8321``, which shows this run.
+
+    The address of the run's page is logged. `token` is that of the service, by default AUTOTUNE_AMP_TOKEN of the
+    environment. `name` is how the service calls the run, by default the script and the host. While the service cannot
+    be reached, the newest 256 metrics are kept for it. Raises `InvalidRequestError` for another kind of address, and
+    for a token that no header can hold.
+    """
+    if re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#@]*)?", server) is None:
+        raise InvalidRequestError(
+            "The server of the sink is not an address that begins with http:// or https:// and holds no password.",
+            "Pass the address that `autotune-amp serve` prints, and the token by AUTOTUNE_AMP_TOKEN.",
+        )
+    token = os.environ.get("AUTOTUNE_AMP_TOKEN", "") if token is None else token
+    if re.fullmatch(r"[\x21-\x7e]*", token) is None:
+        raise InvalidRequestError(
+            "The token of the sink holds a space, a line break or a letter beyond ASCII.",
+            "Pass the token as the service has it, without what surrounds it in its file.",
+        )
+    script = Path(sys.argv[0]).name or "python"
+    poster = _RunPoster(server.rstrip("/"), token, name or f"{script} on {platform.node()}")
+    log.info("The run is shown at %s/page", poster.address)
+    return poster
+
+
+class _RunPoster(BatchSink):
+    """Sink that posts the metrics of one run. Each has a number, by which the service knows what came twice."""
+
+    def __init__(self, server: str, token: str, name: str) -> None:
+        self.address = f"{server}/runs/{uuid.uuid4().hex}"
+        self._name = name[:MAX_TEXT]
+        self._headers = {"Content-Type": "application/json"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._unsent: deque[dict[str, float | str]] = deque(maxlen=MAX_WAITING)
+        self._num_values = 0
+
+    def __repr__(self) -> str:
+        return f"http({self.address!r})"
+
+    def send(self, batch: Sequence[MetricValues]) -> None:
+        """Post metrics, with those that could not be posted before. Raises `OSError` if that fails."""
+        for values in batch:
+            texts = {name: value[:MAX_TEXT] if isinstance(value, str) else value for name, value in values.items()}
+            posted = {name.removeprefix(PREFIX): value for name, value in texts.items()}
+            self._unsent.append({"number": self._num_values, **posted})
+            self._num_values += 1
+        while self._unsent:
+            first = list(itertools.islice(self._unsent, MAX_POSTED))
+            try:
+                self._post(first)
+            except HTTPError as error:
+                with error:
+                    detail = one_line(error.read(_MAX_ANSWER_BYTES).decode(errors="replace"))
+                if error.code < 500 and error.code != 429:  # it will not take them the next time either
+                    self._forget(first)
+                raise ConnectionError(f"The service answered {error.code}: {detail}") from None
+            self._forget(first)
+
+    def _forget(self, posted: Sequence[object]) -> None:
+        for _ in posted:
+            self._unsent.popleft()
+
+    def _post(self, values: Sequence[dict[str, float | str]]) -> None:
+        body = msgspec.json.encode({"name": self._name, "values": values})
+        request = urllib.request.Request(self.address, body, self._headers)  # noqa: S310 # http or https
+        urllib.request.build_opener(_NoRedirects).open(request, timeout=_POST_SECONDS).close()
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Handler that follows no redirection: the token is for the server that was named."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Return None, by which the answer is an error."""
 
 
 def _numeric_values(values: MetricValues) -> dict[str, float]:

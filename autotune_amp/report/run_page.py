@@ -6,7 +6,7 @@ A move is a decision of the controller: to change the precision or the loss scal
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -19,6 +19,7 @@ from autotune_amp.report import document
 from autotune_amp.report.charts import PRECISION_STYLES, apply_layout, hover_label, line_trace, marker_trace
 from autotune_amp.report.document import chart
 from autotune_amp.runtime.run_log import BeginLine, Line, LoggedRun, MoveLine, SampleLine
+from autotune_amp.runtime.status import gpu_state
 
 _CAPTION = (
     "Logged at every 64th update and at each change of the loss scale. Marks below the scale show where each precision "
@@ -33,7 +34,10 @@ def run_page(run: LoggedRun, name: str, reload_seconds: int | None = None) -> st
 
     A browser reloads the page every `reload_seconds`; None for never.
     """
-    config = msgspec.json.format(run.begin.config.to_json(), indent=2)
+    details: Mapping[str, str] = {}
+    if isinstance(begin := run.lines[0], BeginLine):
+        config = msgspec.json.format(begin.config.to_json(), indent=2)
+        details = {"Config": document.code("The controller's config, for AmpConfig.from_json", config)}
     return document.page(
         f"{one_line(name)}: {_title(precision_starts(run))}",
         {
@@ -41,7 +45,7 @@ def run_page(run: LoggedRun, name: str, reload_seconds: int | None = None) -> st
             "Moves": _moves_table(run.moves),
             "The run": _run_facts(run),
         },
-        {"Config": document.code("The controller's config, for AmpConfig.from_json", config)},
+        details,
         kind="run",
         lead=_summary(run),
         reload_seconds=reload_seconds,
@@ -49,13 +53,16 @@ def run_page(run: LoggedRun, name: str, reload_seconds: int | None = None) -> st
 
 
 def run_figure(run: LoggedRun) -> Figure:
-    """Return a figure over the updates: the loss scale with the moves, the number of skipped steps, and the loss.
+    """Return a figure over the updates: the loss scale with the moves, the skipped steps, the loss, the temperature.
 
-    An update is an attempted optimizer step. The row for the loss is left out if no loss was logged.
+    An update is an attempted optimizer step. The rows for the loss and the GPU's temperature are left out if none was
+    logged.
     """
     samples = [line for line in run.lines if isinstance(line, SampleLine)]
-    losses = [line.loss for line in samples if line.loss is not None]
-    heights = [0.5, 0.22, 0.28] if losses else [0.7, 0.3]
+    has_losses = any(line.loss is not None for line in samples)
+    has_temperatures = any(line.temperature_celsius is not None for line in samples)
+    # In pixels, of the plot without its margins.
+    heights = [300, 130, *[170] * has_losses, *[130] * has_temperatures]
     figure = make_subplots(rows=len(heights), cols=1, shared_xaxes=True, vertical_spacing=0.05, row_heights=heights)
     updates = [line.update for line in run.lines]
     scales = [math.log2(line.scale) if line.scale else None for line in run.lines]
@@ -67,16 +74,37 @@ def run_figure(run: LoggedRun) -> Figure:
     num_skips = [line.num_skips for line in run.lines]
     skips = _run_trace("steps skipped so far", updates, num_skips, "%{y:,} skipped", "var(--bad)", "hv")
     figure.add_trace(skips, row=2, col=1)
-    apply_layout(figure, 660 if losses else 480)
+    apply_layout(figure, 60 + sum(heights))
     powers = {"tickprefix": "2<sup>", "ticksuffix": "</sup>", "tick0": 0, "dtick": math.ceil((high - low) / _MAX_TICKS)}
     figure.update_yaxes(title_text="loss scale", **powers, row=1, col=1)
     figure.update_yaxes(title_text="skipped", rangemode="tozero", tickformat="~s", row=2, col=1)
-    if losses:
+    if has_losses:
         loss_points = [line.update for line in samples], [line.loss for line in samples]
         figure.add_trace(_run_trace("loss", *loss_points, "loss %{y:.4g}", "var(--ink)", "linear"), row=3, col=1)
         figure.update_yaxes(title_text="loss", exponentformat="power", row=3, col=1)
+    if has_temperatures:
+        figure.add_traces(_temperature_traces(samples), rows=len(heights), cols=1)
+        figure.update_yaxes(title_text="GPU, \u00b0C", row=len(heights), col=1)
     figure.update_xaxes(title_text="update", tickformat=",d", row=len(heights), col=1)
     return figure
+
+
+def _temperature_traces(samples: Sequence[SampleLine]) -> list[Scatter]:
+    """Return the line through the GPU's temperatures, with a mark for each sample in which the GPU was throttled."""
+    degrees = [line.temperature_celsius for line in samples]
+    hover = "%{y} degrees C"
+    temperature = _run_trace("GPU temperature", [line.update for line in samples], degrees, hover, "var(--warn)", "hv")
+    throttled = [line for line in samples if line.throttling and line.temperature_celsius is not None]
+    if not throttled:
+        return [temperature]
+    marks = marker_trace(
+        "throttled",
+        [line.update for line in throttled],
+        [line.temperature_celsius for line in throttled],
+        [f"throttled at update {line.update:,}: {gpu_state(line)}" for line in throttled],
+        marker={"symbol": "x", "size": 8, "color": "var(--bad)"},
+    )
+    return [temperature, marks]
 
 
 def _step_points(x: Sequence[int], y: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
@@ -198,6 +226,7 @@ def _summary(run: LoggedRun) -> str:
             ("steps skipped", f"{100 * share:.2g} %", f"{causes} in {num_updates:,} updates"),
             ("moves", f"{len(moves):,}", latest),
             *_speed_tiles(last),
+            *_gpu_tiles(run.lines),
         ]
     )
     if not (isinstance(last, MoveLine) and last.kind == "stop"):
@@ -211,6 +240,15 @@ def _speed_tiles(last: Line) -> list[tuple[str, str, str]]:
     if last.tokens_per_second is not None:
         return [("tokens/s at the end", number(last.tokens_per_second), mfu or "without padding")]
     return [("MFU at the end", f"{100 * last.mfu:.2g} %", "of the machine's own rate")] if last.mfu is not None else []
+
+
+def _gpu_tiles(lines: Sequence[Line]) -> list[tuple[str, str, str]]:
+    """Return the tile for the GPU's state at the end of the log; none if it is not known."""
+    last = lines[-1]
+    known = [line.throttling for line in lines if line.throttling is not None]
+    share = f"throttled in {100 * sum(map(bool, known)) / len(known):.2g} % of the samples" if any(known) else ""
+    state, _, more = gpu_state(last).partition(", ")
+    return [("GPU at the end", state, ", ".join(filter(None, (more, share))))] if state else []
 
 
 def _title(starts: Sequence[Line]) -> str:
@@ -233,14 +271,18 @@ def _moves_table(moves: Sequence[MoveLine]) -> str:
 
 
 def _run_facts(run: LoggedRun) -> str:
-    begin, last = run.begin, run.lines[-1]
+    begin, last = run.lines[0], run.lines[-1]
+    lines = []
+    if isinstance(begin, BeginLine):
+        lines += [
+            ("began", one_line(begin.time)),
+            ("device", one_line(begin.device)),
+            ("ranks", f"{begin.num_ranks}, logged by rank {begin.rank}"),
+        ]
     updates = f"{last.num_steps + last.num_skips:,}: {last.num_steps:,} taken, {last.num_skips:,} skipped"
-    lines = [
-        ("began", one_line(begin.time)),
-        ("device", one_line(begin.device)),
-        ("ranks", f"{begin.num_ranks}, logged by rank {begin.rank}"),
-        ("updates", updates),
-    ]
+    lines.append(("updates", updates))
+    if last.num_scaler_updates:
+        lines.append(("loss scale", f"{count(last.num_growths, 'growth')}, {count(last.num_backoffs, 'backoff')}"))
     lines += [
         ("resumed", f"at update {line.update:,} in {line.precision}, {one_line(line.time)}")
         for line in run.lines

@@ -9,7 +9,7 @@ loss is taken for you. A list of optimizers is stepped one by one.
 import torch
 from torch import nn
 from autotune_amp import AmpConfig, PrecisionController
-from autotune_amp.integrations.sinks import tensorboard  # wandb, mlflow, opentelemetry
+from autotune_amp.integrations.sinks import tensorboard  # http, wandb, mlflow, opentelemetry
 
 x, y = torch.randn(2048, 64), torch.randint(10, (2048,))
 dataset = torch.utils.data.TensorDataset(x, y)
@@ -93,10 +93,12 @@ It adds:
 * By hand: `set_precision("bf16")`, `disable()`, `enable()`, at the end of the accumulation window;
   `validation(precision="fp32")`.
 
-`status()` returns the state of the run: precision, loss scale and growth tracker, steps and skips (*overflows* and *bad
-batches* apart), the share of gradient entries that fp16 flushed, seconds and steps by precision, memory saved compared
-with the fp32 fallback's plan, the epoch (`controller.epoch(n)`), every move with its reason. `reset_stats()` restarts
-the counts, `save_stats(path)` writes them. The logger `autotune_amp.runtime` writes a line at the start and one for
-each move (`logging.basicConfig(level=logging.INFO)` shows them), and at DEBUG each change of the loss scale with its
-cause, and a GPU's temperature and clock.
+`status()` returns the state of the run: precision, loss scale with its growths and backoffs, steps and skips
+(*overflows* and *bad batches* apart), the share and number of gradient entries that fp16 flushed (estimated from
+samples), seconds and steps by precision, memory saved compared with the fp32 fallback's plan, the device's support of
+each precision, the GPU's temperature, clock, power and throttling (read by a thread every five seconds, with a warning
+at each beginning of throttling), the epoch (`controller.epoch(n)`), every move with its reason. `reset_stats()`
+restarts the counts, `save_stats(path)` writes them. The logger `autotune_amp.runtime` writes a line at the start and
+one for each move (`logging.basicConfig(level=logging.INFO)` shows them), and at DEBUG each change of the loss scale
+with its cause.
 """

@@ -11,23 +11,25 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Literal, cast
 
 import msgspec
-import psutil
 import torch
 from torch import Tensor
 
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
+from autotune_amp.core.hardware import Capability
 from autotune_amp.core.precisions import Precision, autocast_precision
 from autotune_amp.dimensions.attention import FUSED_BACKENDS, forget_compiled_attention, switch_off, switch_on
 from autotune_amp.hardware import cuda
 from autotune_amp.hardware.device import load_device_module
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.modes import MODES
+from autotune_amp.precision.step_amp import parameters_of
 from autotune_amp.runtime import diagnosis
-from autotune_amp.runtime.metrics import MetricsRecorder
+from autotune_amp.runtime.metrics import MetricsRecorder, held_memory_bytes
 from autotune_amp.runtime.model import AttachedModel
 from autotune_amp.runtime.optimizers import KnownOptimizers, refuse_half_parameters
 from autotune_amp.runtime.policy import Action, DiagnosisResult, Policy, RecordKind, Signal
@@ -190,13 +192,16 @@ class Executor:
             return False
         return True
 
+    @cached_property
+    def _capabilities(self) -> dict[Precision, Capability]:
+        device = self.ranks.device
+        return load_device_module(device.type).capabilities(str(device))
+
     def status(self) -> Status:
         """Return the status of the run as far as the host knows."""
         model, metrics = self.model, self.metrics
         totals = metrics.totals.since(metrics.totals_at_reset)
         num_amp_steps = sum(num for name, num in totals.num_steps.items() if MODES[name].uses_autocast)
-        peak_bytes = _peak_memory_bytes(self.ranks.device)
-        in_fp32 = next((plan.peak_memory_bytes for plan in self.plans if plan.precision == "fp32"), None)
         return Status(
             **metrics.current_readings(totals),
             is_enabled=not self.is_off,
@@ -208,8 +213,8 @@ class Executor:
             amp_share=num_amp_steps / max(1, totals.num_all_steps),
             steps_by_precision=totals.num_steps,
             seconds_by_precision=totals.seconds,
-            peak_memory_bytes=peak_bytes,
-            saved_memory_bytes=None if in_fp32 is None else in_fp32 - peak_bytes,
+            capabilities=self._capabilities,
+            throttling_reasons=metrics.gpu_sensors.slowdowns or (),
             forward_max=model.forward_max() if model else None,
             history=tuple(self.history),
         )
@@ -310,7 +315,9 @@ class Executor:
             self.policy.num_updates += 1  # nothing is checked, but updates go on
         else:
             seen_loss = None if worst == BAD_LOSS else result.loss
+            scale_before = self.policy.scale.scale
             action = self.policy.observe(Signal(worst == OVERFLOW, worst == BAD_LOSS, result.lost_share, seen_loss))
+            self.metrics.count_scaler_update(scale_before)
             if action is not None and self._action is None:  # one at a time, before later requests of the user
                 self._action = action
                 self.pending_requests.insert(0, ("act", ""))
@@ -491,6 +498,7 @@ class Executor:
             if self.is_advisory and MODES[self.precision].uses_autocast:
                 log.warning(_ADVISORY)
         self.optimizers.add(number, optimizer)
+        self.metrics.num_gradient_entries += sum(p.numel() for p in parameters_of(optimizer) if p.requires_grad)
 
     def refuse_by_hand(self, name: Precision) -> None:
         """Raise `InvalidRequestError` for a precision that the loop or the model cannot be switched to."""
@@ -572,24 +580,9 @@ def _why_not_in_memory(plan: FallbackPlan, device: torch.device) -> str | None:
     return f"it takes {needed / 2**30:.2f} GiB and {available / 2**30:.2f} GiB can be had"
 
 
-def _peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process's tensors on an accelerator, or on a CPU the process's present memory."""
-    if device.type in ("cuda", "xpu"):
-        return int(getattr(torch, device.type).max_memory_allocated(device))
-    return _held_memory_bytes(device)
-
-
 def _available_memory_bytes(device: torch.device) -> int:
     """Return the memory that this process may use on the device in total: the free memory plus its own."""
-    return load_device_module(device.type).memory(str(device)).available + _held_memory_bytes(device)
-
-
-def _held_memory_bytes(device: torch.device) -> int:
-    if device.type in ("cuda", "xpu"):
-        return int(getattr(torch, device.type).memory_reserved(device))
-    if device.type == "mps":
-        return int(torch.mps.driver_allocated_memory())
-    return int(psutil.Process().memory_info().rss)
+    return load_device_module(device.type).memory(str(device)).available + held_memory_bytes(device)
 
 
 # -- messages to the user ----------------------------------------------------------------------------------------------

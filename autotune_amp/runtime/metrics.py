@@ -15,15 +15,18 @@ from statistics import median
 from typing import Annotated, Any
 
 import msgspec
+import psutil
 import torch
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.documents import Whole
 from autotune_amp.core.evidence import MeasuredFlops
 from autotune_amp.core.precisions import Precision
-from autotune_amp.hardware import nvml
+from autotune_amp.hardware import cuda
+from autotune_amp.hardware.nvml import GpuSensors
+from autotune_amp.runtime.gpu_sampler import GpuSampler
 from autotune_amp.runtime.policy import Policy
-from autotune_amp.runtime.run_log import BeginLine, Line, MoveLine, RunLog, SampleLine
+from autotune_amp.runtime.run_log import BeginLine, MoveLine, RunLog, SampleLine
 from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, LaggedReader, LossScaler, Ranks, UpdateResult
 from autotune_amp.runtime.sinks import Sink, SinkThread
 from autotune_amp.runtime.status import BEFORE, MOVE, PINNED_MODULES, REASON, MoveRecord, metric_values
@@ -37,7 +40,11 @@ _SAMPLE_AT = 8  # early in the run, but after the loss scale has settled
 
 
 class Totals(msgspec.Struct, kw_only=True):
-    """Counts of updates. Steps taken, and seconds between updates, are by precision."""
+    """Counts of updates. Steps taken, and seconds between updates, are by precision.
+
+    Those of the loss scale count the updates in which the loss was scaled, and those after which the scale grew or
+    backed off.
+    """
 
     num_updates: Whole = 0
     num_steps: dict[Precision, Whole] = {}
@@ -45,6 +52,9 @@ class Totals(msgspec.Struct, kw_only=True):
     num_overflows: Whole = 0
     num_bad_batches: Whole = 0
     num_moves: Whole = 0
+    num_scaler_updates: Whole = 0
+    num_growths: Whole = 0
+    num_backoffs: Whole = 0
 
     @property
     def num_all_steps(self) -> int:
@@ -67,6 +77,9 @@ class Totals(msgspec.Struct, kw_only=True):
             num_overflows=self.num_overflows - before.num_overflows,
             num_bad_batches=self.num_bad_batches - before.num_bad_batches,
             num_moves=self.num_moves - before.num_moves,
+            num_scaler_updates=self.num_scaler_updates - before.num_scaler_updates,
+            num_growths=self.num_growths - before.num_growths,
+            num_backoffs=self.num_backoffs - before.num_backoffs,
         )
 
     def copy(self) -> Totals:
@@ -92,6 +105,7 @@ class MetricsRecorder:
         self.totals_at_reset = Totals()
         self.epoch: int | None = None
         self.flushed_share: float | None = None
+        self.num_gradient_entries = 0  # of the parameters that this process trains
         self.run_id: str | None = None  # the run's id in its log and its checkpoints
         self.run_log = None if run_log is None else RunLog(run_log, checks=ranks.rank == 0)
         self.sink_threads = [SinkThread(sink) for sink in sinks]
@@ -113,6 +127,15 @@ class MetricsRecorder:
         self._window_tokens: int | torch.Tensor = 0  # of the present window
         self._unjudged_tokens: deque[int | None] = deque()  # of windows without a verdict; None if the reader has them
         self._token_reader = LaggedReader()
+        fp32_plans = (plan for plan in config.plans if plan.precision == "fp32")
+        self._fp32_memory_bytes = next((plan.peak_memory_bytes for plan in fp32_plans), None)
+        gpu = cuda.uuid(ranks.device) if ranks.device.type == "cuda" else None
+        self._gpu_sampler = None if gpu is None else GpuSampler(gpu, str(ranks.device))
+
+    @property
+    def gpu_sensors(self) -> GpuSensors:
+        """Return the newest readings of the GPU's sensors, which are those of a few seconds ago."""
+        return GpuSensors() if self._gpu_sampler is None else self._gpu_sampler.newest
 
     def begin_rung(self, precision: Precision, rung: int) -> None:
         """Count later updates for `precision`."""
@@ -160,6 +183,8 @@ class MetricsRecorder:
         Earlier updates of the same burst, which were not watched, count as overflows then too.
         """
         self._begin()
+        if self._gpu_sampler is not None:
+            self._gpu_sampler.start()
         totals, precision, judged_at = self.totals, self._precision, time.perf_counter()
         num_tokens = self._unjudged_tokens.popleft() if self._unjudged_tokens else 0
         if num_tokens is None:
@@ -183,6 +208,14 @@ class MetricsRecorder:
         if result.lost_share is not None:
             self.flushed_share = result.lost_share
 
+    def count_scaler_update(self, scale_before: float) -> None:
+        """Count an update of the loss scale, once the policy has observed it."""
+        if self._scaler.is_scaling:
+            totals, scale = self.totals, self._scaler.rule.scale
+            totals.num_scaler_updates += 1
+            totals.num_growths += scale > scale_before
+            totals.num_backoffs += scale < scale_before
+
     def explain_by_overflow(self) -> None:
         """Count this burst's non-finite losses as overflows of the forward pass instead of bad batches."""
         self.totals.num_bad_batches -= self.num_unexplained
@@ -197,17 +230,13 @@ class MetricsRecorder:
             grew = f"{self._scaler.rule.growth_interval} steps without overflow"
             self.report_scale(grew if result.worst == CLEAN else "an overflow")
         elif is_sampled:
-            self._report(SampleLine(**self.current_readings()))
-        if is_sampled and log.isEnabledFor(logging.DEBUG) and self._ranks.device.type == "cuda":
-            uuid_ = str(torch.cuda.get_device_properties(self._ranks.device).uuid)
-            now = self._policy.num_updates, *nvml.temperature_and_clock(uuid_)
-            log.debug("update %d: the GPU is at %s degrees Celsius, its clock at %s MHz", *now)
+            self._report(SampleLine)
 
     def report_scale(self, cause: str) -> None:
         """Report the loss scale and the cause of its change, if it changed."""
         if self._has_begun and self._scale_has_changed:
             self._log_scale(cause)
-            self._report(SampleLine(**self.current_readings()))
+            self._report(SampleLine)
 
     def log_move(self, record: MoveRecord) -> None:
         """Report a move."""
@@ -215,19 +244,21 @@ class MetricsRecorder:
         self.totals.num_moves += 1
         if self._scale_has_changed:
             self._log_scale(record.kind)
-        line = MoveLine(
-            **self.current_readings(),
+        self._report(
+            MoveLine,
             kind=record.kind,
             before=record.before,
             after=record.after,
             reason=record.reason,
             pinned_modules=record.config.pinned_modules,
         )
-        self._report(line)
 
     def current_readings(self, totals: Totals | None = None) -> dict[str, Any]:
         """Return the present fields of `Readings`. Counts are those of `totals`, or with None of the whole run."""
-        totals, scale = totals or self.totals, self._scale_in_use
+        totals, scale, sensors = totals or self.totals, self._scale_in_use, self.gpu_sensors
+        flushed_share, num_entries = None if scale is None else self.flushed_share, self.num_gradient_entries
+        flushed_entries = None if flushed_share is None or not num_entries else round(flushed_share * num_entries)
+        peak_bytes, fp32_bytes = peak_memory_bytes(self._ranks.device), self._fp32_memory_bytes
         return {
             "update": self._policy.num_updates,
             "epoch": self.epoch,
@@ -240,19 +271,32 @@ class MetricsRecorder:
             "num_overflows": totals.num_overflows,
             "num_bad_batches": totals.num_bad_batches,
             "num_moves": totals.num_moves,
-            "flushed_share": None if scale is None else self.flushed_share,
+            "num_scaler_updates": totals.num_scaler_updates,
+            "num_growths": totals.num_growths,
+            "num_backoffs": totals.num_backoffs,
+            "flushed_share": flushed_share,
+            "flushed_entries": flushed_entries,
+            "elapsed_seconds": sum(totals.seconds.values()),
             "step_seconds": median(self._seconds) if self._seconds else None,
             "tokens_per_second": self._tokens_per_second,
             "mfu": self._mfu,
             "loss": self._loss,
+            "peak_memory_bytes": peak_bytes,
+            "saved_memory_bytes": None if fp32_bytes is None else fp32_bytes - peak_bytes,
+            "temperature_celsius": sensors.temperature_celsius,
+            "sm_clock_mhz": sensors.sm_clock_mhz,
+            "power_watts": sensors.power_watts,
+            "throttling": None if sensors.slowdowns is None else int(bool(sensors.slowdowns)),
         }
 
     def close(self) -> None:
-        """Report the last update of the run, and wait briefly for the sinks."""
+        """Report the last update of the run, wait briefly for the sinks, and end the readings of the GPU."""
         if self._has_begun and self._reported_update != self._policy.num_updates:
-            self._report(SampleLine(**self.current_readings()))
+            self._report(SampleLine)
         for sink_thread in self.sink_threads:
             sink_thread.close()
+        if self._gpu_sampler is not None:
+            self._gpu_sampler.close()
 
     @property
     def _tokens_per_second(self) -> float | None:
@@ -282,9 +326,13 @@ class MetricsRecorder:
         scales = self._reported_scale, self._scale_in_use
         log.debug("update %d: loss scale %s -> %s: %s", self._policy.num_updates, *scales, cause)
 
-    def _report(self, line: Line) -> None:
-        self._reported_scale, self._reported_update = line.scale, line.update
+    def _report(self, event: type[BeginLine | SampleLine | MoveLine], /, **fields: Any) -> None:
+        """Make a line of this event, with `fields` in addition to the present readings, if anyone is told."""
+        self._reported_scale, self._reported_update = self._scale_in_use, self._policy.num_updates
         self.num_unexplained = 0  # a count that was reported must not decrease
+        if self.run_log is None and not self.sink_threads:
+            return
+        line = event(**self.current_readings(), **fields)
         if self.run_log is not None:
             self.run_log.write(line)
         if not self.sink_threads or isinstance(line, BeginLine):
@@ -308,8 +356,8 @@ class MetricsRecorder:
         if self.run_log is None:
             return
         self.run_id = self.run_id or uuid.uuid4().hex
-        begin = BeginLine(
-            **self.current_readings(),
+        self._report(
+            BeginLine,
             run_id=self.run_id,
             is_resumed=self._policy.num_updates > 0,
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -318,4 +366,19 @@ class MetricsRecorder:
             num_ranks=ranks.num_ranks,
             config=self._config,
         )
-        self._report(begin)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process's tensors on an accelerator, or on a CPU the process's present memory."""
+    if device.type in ("cuda", "xpu"):
+        return int(getattr(torch, device.type).max_memory_allocated(device))
+    return held_memory_bytes(device)
+
+
+def held_memory_bytes(device: torch.device) -> int:
+    """Return the memory that this process holds on the device, with what its allocator keeps for later."""
+    if device.type in ("cuda", "xpu"):
+        return int(getattr(torch, device.type).memory_reserved(device))
+    if device.type == "mps":
+        return int(torch.mps.driver_allocated_memory())
+    return int(psutil.Process().memory_info().rss)

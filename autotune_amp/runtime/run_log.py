@@ -112,6 +112,8 @@ class RunLog:
 class LoggedRun:
     """Latest run in a log, with its lines in the order of updates; the first is a `BeginLine`.
 
+    A run that was posted to a service has no `BeginLine`.
+
     `num_other_runs` is the number of other runs in the file. `num_cut_lines` lines could not be read, since the process
     was killed while writing them.
     """

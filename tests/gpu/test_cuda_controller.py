@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.precisions import Precision
+from autotune_amp.hardware import nvml
 from autotune_amp.runtime import run_log
 from autotune_amp.runtime.scaler import LAG_UPDATES
 from autotune_amp.runtime.sinks import MetricValues
@@ -239,3 +241,20 @@ def test_one_bad_batch_is_skipped_whole(name: str) -> None:
     assert_same(state(training.model), state(expected))
     status = training.controller.status()
     assert (status.num_skips, status.scale, status.history) == (1, 1024.0, ())
+
+
+def test_the_status_has_the_sensors_of_this_card_and_its_support_of_each_precision() -> None:
+    training = Training(PrecisionController(config(), DEVICE), OPTIMIZERS["fused Adam"])
+    (batch,) = batches(1)
+    deadline = time.monotonic() + 60
+    while (status := training.controller.status()).temperature_celsius is None and time.monotonic() < deadline:
+        training.step(*batch)
+    sensors = nvml.read_sensors(str(torch.cuda.get_device_properties(DEVICE).uuid))
+    assert sensors.temperature_celsius is not None
+    assert abs((status.temperature_celsius or 0) - sensors.temperature_celsius) < 30
+    assert (status.sm_clock_mhz or 0) > 0
+    assert (status.power_watts or 0) > 0
+    assert status.throttling in (0, 1)
+    assert status.capabilities["fp16"].level == "native"
+    training.controller.detach()
+    assert training.controller.status().temperature_celsius is None

@@ -13,6 +13,7 @@ from autotune_amp.hardware import nvml
 from autotune_amp.hardware.device import identify
 
 UUIDS = ("GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3")
+MIG = "MIG-dddd-4"  # an instance of the second card
 OTHER_PID = 2**22 + 1  # above the kernel's largest
 
 
@@ -21,7 +22,7 @@ class NVMLError(Exception):
 
 
 class MadeNvml:
-    """The part of pynvml that is used, over two cards; handles are UUIDs."""
+    """The part of pynvml that is used, over two cards and a MIG instance; handles are UUIDs."""
 
     NVMLError = NVMLError
     names: ClassVar = {UUIDS[0]: "NVIDIA A", UUIDS[1]: "NVIDIA B"}
@@ -40,9 +41,27 @@ class MadeNvml:
         return list(self.names)[index]
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
-        if uuid not in self.names:
+        if uuid not in (*self.names, MIG):
             raise NVMLError("not found")
         return uuid
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: str) -> str:  # noqa: N802
+        if handle != MIG:
+            raise NVMLError("invalid argument")
+        return UUIDS[1]
+
+    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:  # noqa: N802
+        assert sensor == 0
+        return {UUIDS[0]: 61, UUIDS[1]: 88}[handle]
+
+    def nvmlDeviceGetClockInfo(self, handle: str, clock: int) -> int:  # noqa: N802
+        assert clock == 1
+        return {UUIDS[0]: 1410, UUIDS[1]: 990}[handle]
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
+        if handle != UUIDS[0]:
+            raise NVMLError("not supported")
+        return 251_500
 
     def nvmlDeviceGetUUID(self, handle: str) -> str:  # noqa: N802
         return handle
@@ -102,6 +121,7 @@ def test_without_nvml_there_are_no_cards_and_nothing_to_note(monkeypatch: pytest
     assert nvml.processes(UUIDS[0]) is None
     assert nvml.held_by_caller(UUIDS[0]) == 0
     assert nvml.slowdown_names(UUIDS[0]) is None
+    assert nvml.read_sensors(UUIDS[0]) == nvml.GpuSensors(None, None, None, None)
 
 
 @pytest.mark.usefixtures("made")
@@ -126,6 +146,14 @@ def test_others_on_the_card_are_noted_and_neither_this_process_nor_those_that_wa
 def test_clock_event_reasons_that_slow_a_card(made: MadeNvml) -> None:
     for made.reasons, num_names in ((0, 0), (0x1 | 0x4 | 0x100, 0), (0x20, 1), (0x40, 1), (0x88, 2)):
         assert len(nvml.slowdown_names(UUIDS[0]) or ()) == num_names
+
+
+def test_the_sensors_of_a_card_and_of_the_card_that_a_mig_instance_is_on(made: MadeNvml) -> None:
+    assert nvml.read_sensors(UUIDS[0].removeprefix("GPU-")) == (61, 1410, 251.5, ())
+    made.reasons = 0x40
+    assert nvml.read_sensors(MIG) == (88, 990, None, ("heat, limited by the GPU",))
+    assert nvml.slowdown_names(MIG) == ("heat, limited by the GPU",)
+    assert nvml.read_sensors("GPU-eeee") == nvml.GpuSensors()
 
 
 @pytest.mark.usefixtures("made")

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from made_run_log import begin, made_run, move, sample
 from plotly.graph_objects import Figure
@@ -76,3 +77,32 @@ def test_a_stop_other_runs_and_cut_lines_are_said() -> None:
         assert told in text
     for last in (sample(128, 1024.0, 12), move(128, "demotion", "fp16", "bf16", 12)):
         assert "was stopped" not in run_page(LoggedRun((begin(), stop, last), 0, 0), "a.jsonl")
+
+
+def test_the_temperature_is_drawn_with_a_mark_where_the_gpu_was_throttled(made: LoggedRun) -> None:
+    degrees = {128: 61.0, 192: 91.0, 256: 90.0}
+    lines = [
+        msgspec.structs.replace(line, temperature_celsius=degrees.get(line.update), throttling=int(line.update == 192))
+        if isinstance(line, SampleLine)
+        else line
+        for line in made.lines
+    ]
+    last = msgspec.structs.replace(lines[-1], temperature_celsius=62.0, sm_clock_mhz=1410.0, power_watts=301.4)
+    run = LoggedRun((*lines[:-1], last), 0, 0)
+    figure = run_figure(run)
+    drawn = dict(zip(*(getattr(trace(figure, "GPU temperature"), axis) for axis in "xy"), strict=True))
+    assert {update: value for update, value in drawn.items() if value is not None} == degrees | {640: 62.0}
+    throttled = trace(figure, "throttled")
+    assert (list(throttled.x), list(throttled.y)) == ([192], [91.0])
+    page = run_page(run, "a.jsonl")
+    assert "62 degrees C" in page
+    assert "1,410 MHz, 301 W" in page
+    assert "throttled in 9.1 % of the samples" in page
+    assert all(t.name != "GPU temperature" for t in run_figure(made).data)
+
+
+def test_a_run_whose_beginning_is_elsewhere_is_drawn_without_its_config() -> None:
+    lines = (sample(64, 1024.0, 2), move(70, "demotion", "fp16", "bf16", 12), sample(128, None, 12, "bf16"))
+    page = run_page(LoggedRun(lines, 0, 0), "train.py")
+    assert "train.py: fp16, then bf16 from update 70" in page
+    assert "AmpConfig" not in page

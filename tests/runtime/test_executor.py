@@ -19,6 +19,6 @@ def test_a_plan_may_use_the_free_memory_and_what_the_process_holds_already(
 ) -> None:
     free = SimpleNamespace(memory=lambda device: SimpleNamespace(available=2 * GIB))
     monkeypatch.setattr(executor, "load_device_module", lambda kind: free)
-    monkeypatch.setattr(executor, "_held_memory_bytes", lambda device: GIB)
+    monkeypatch.setattr(executor, "held_memory_bytes", lambda device: GIB)
     plan = FallbackPlan(precision="fp32", batch_size=4, peak_memory_bytes=needed_bytes)
     assert (executor._why_not_in_memory(plan, torch.device("cpu")) is None) == fits

@@ -122,6 +122,18 @@ def test_a_state_that_an_earlier_version_saved_is_loaded_whole(name: str) -> Non
     assert plain(state) == plain(golden)
 
 
+def test_a_state_without_the_counts_of_the_scale_begins_them_at_zero() -> None:
+    name = "it grows, backs off and goes on"
+    golden = json.loads(GOLDEN.read_text())[name]
+    for name_of_count in ("num_scaler_updates", "num_growths", "num_backoffs"):
+        del golden["autotune_amp"]["counters"]["totals"][name_of_count]
+    script = Script(**RUNS[name][0])
+    script.controller.load_state_dict(golden)
+    script.play(OVERFLOW)
+    status = script.controller.status()
+    assert (status.num_scaler_updates, status.num_growths, status.num_backoffs) == (1, 0, 1)
+
+
 def write() -> None:
     states = [f"{json.dumps(name)}: {json.dumps(played(name).state_dict())}" for name in RUNS]
     GOLDEN.write_text("{\n" + ",\n".join(states) + "\n}\n")

@@ -151,6 +151,25 @@ int nvmlDeviceGetCurrentClocksThrottleReasons(Device device, unsigned long long*
   return SUCCESS;
 }
 
+int nvmlDeviceGetTemperature(Device device, int sensor, unsigned* degrees) {
+  (void)sensor;
+  *degrees = 60 + number_of(device);
+  return SUCCESS;
+}
+
+int nvmlDeviceGetClockInfo(Device device, int clock, unsigned* mhz) {
+  (void)device;
+  (void)clock;
+  *mhz = 1410;
+  return SUCCESS;
+}
+
+int nvmlDeviceGetPowerUsage(Device device, unsigned* milliwatts) {
+  (void)device;
+  *milliwatts = 300000;
+  return SUCCESS;
+}
+
 /* 300 W, always. */
 int nvmlDeviceGetTotalEnergyConsumption(Device device, unsigned long long* millijoules) {
   (void)device;
