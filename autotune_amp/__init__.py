@@ -34,6 +34,7 @@ that): `cli → api → report → diagnostics → search →�
       runtime/        the training job: PrecisionController, its `policy` (pure: when to step down), its diagnosis
       integrations/   Lightning, Transformers, Accelerate, exports for these and others, sinks for a run's metrics
       report/         what is shown: terminal, progress, report.html, dashboard
+      service/        `autotune-amp serve`: searches on request over HTTP; the only place that knows FastAPI
       workloads.py    the built-in one
     studies/          one folder for each question answered by measurement, and the facts that the code relies on
     tests/            mirrors the source; needs no GPU and no network

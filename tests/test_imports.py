@@ -30,6 +30,7 @@ LAYERS = (
     ("search",),
     ("diagnostics",),
     ("report",),
+    ("service",),
     ("api",),
     ("cli",),
     ("__main__",),
