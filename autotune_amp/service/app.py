@@ -184,8 +184,9 @@ def create_app(searches: SearchThread) -> FastAPI:
 
     @app.get("/healthz")
     async def health() -> Response:
-        """Return that the service runs. It needs no token."""
-        return JsonResponse(b'{"status": "ok"}')
+        """Return whether the service runs searches. It needs no token."""
+        is_well = searches.is_alive()
+        return JsonResponse(msgspec.json.encode({"status": "ok" if is_well else "broken"}), 200 if is_well else 503)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:

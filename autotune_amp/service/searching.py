@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 import psutil
 
-from autotune_amp.core.documents import decode, read_file
-from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError
+from autotune_amp.core.documents import cause, decode, read_file
+from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, StudyError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.text import in_python
 from autotune_amp.hardware import identify, nvml
@@ -33,7 +33,6 @@ from autotune_amp.service.settings import TOKEN_VARIABLE, Settings, Target
 
 _TICK_SECONDS = 0.25
 _END_SECONDS = 60.0  # for a search to save its best after SIGTERM
-_INTERRUPTED = 143  # exit code of a search that SIGTERM has ended, with its best saved
 _BUSY_SECONDS = 2.0  # until a search is tried again whose study somebody else uses
 
 
@@ -104,6 +103,11 @@ class _Process:
                     process.send_signal(signal.SIGTERM)
         elif time.monotonic() > self._end_at:
             self._program.end()
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the command was asked to end."""
+        return self._end_at is not None
 
     def exit_code(self) -> int | None:
         """Return the exit code once all processes of the command have ended, else None."""
@@ -195,7 +199,7 @@ class SearchThread(threading.Thread):
         if running is not None:
             return running
         events = SearchEvents(self._files / f"{search.id}.events.jsonl")
-        if search.state not in WAITING:
+        if search.state != "queued":
             events.read()
         return events
 
@@ -284,6 +288,9 @@ class SearchThread(threading.Thread):
                     self._start_search(search, target, options)
             except AutotuneAmpError as error:
                 self.queue.change(search.id, state="failed", ended=time.time(), error=error_fields(error))
+            except OSError as error:
+                unusable = StudyError(f"The service's folder: {cause(error)}.", "Free some space there.")
+                self.queue.change(search.id, state="failed", ended=time.time(), error=error_fields(unusable))
 
     def _start_search(self, search: Search, target: Target, options: SearchOptions) -> None:
         events = SearchEvents(self._files / f"{search.id}.events.jsonl")
@@ -308,7 +315,7 @@ class SearchThread(threading.Thread):
             if code is not None:
                 del self._running[id_]
                 process.close()
-                self._finish(search, code, process.document())
+                self._finish(search, code, process)
                 del self._events[id_]
             elif not search.callers:
                 process.interrupt()
@@ -322,25 +329,25 @@ class SearchThread(threading.Thread):
                 self._probed[device] = document.get("hardware") or document.get("error") or {"status": code}
                 self._wake.set()
 
-    def _finish(self, search: Search, code: int, document: dict[str, Any]) -> None:
+    def _finish(self, search: Search, code: int, process: _Process) -> None:
         """Save how a search ended, from its exit code and what it printed."""
+        document = process.document()
         error = document.get("error") or {}
         if code == 0 and "config" in document:
             self.queue.change(search.id, state="done", ended=time.time())
-        elif not search.callers:
+        elif process.is_interrupted and not search.callers:
             self.queue.change(search.id, state="ended", ended=time.time())
-        elif self.is_stopping:  # the next service goes on with it
-            pass
+        elif process.is_interrupted:  # by the end of the service, or somebody joined meanwhile: it goes on later
+            self.queue.change(search.id, state="queued")
         elif error.get("kind") == "study_busy":
             self._not_before[search.id] = time.monotonic() + _BUSY_SECONDS
             self.queue.change(search.id, state="queued")
         else:
-            if not error or code == _INTERRUPTED:
-                error = {
-                    "kind": "crash",
-                    "message": f"The search ended with status {code}.",
-                    "next_step": f"Ask again to go on with it; its output is {search.id}.log in the service's folder.",
-                }
+            error = error or {
+                "kind": "crash",
+                "message": f"The search ended with status {code}.",
+                "next_step": f"Ask again to go on with it; its output is {search.id}.log in the service's folder.",
+            }
             words = {name: in_python(str(error[name])) for name in ("kind", "message", "next_step")}
             self.queue.change(search.id, state="failed", ended=time.time(), error=words)
 
