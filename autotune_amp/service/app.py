@@ -13,6 +13,7 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
 
 from autotune_amp import __version__
 from autotune_amp.core.documents import decode
@@ -99,6 +100,11 @@ def create_app(searches: SearchThread) -> FastAPI:
         field = ".".join(path) or "body"
         invalid = InvalidRequestError(f"{field}: {found['msg']}.", "The page /docs lists the fields.")
         return error_response(invalid, 422, field)
+
+    @app.exception_handler(HTTPException)
+    async def refuse_unknown(request: Request, error: HTTPException) -> JsonResponse:  # noqa: ARG001
+        unknown = InvalidRequestError(f"{error.detail}.", "The page /docs lists the requests.")
+        return error_response(unknown, error.status_code)
 
     @app.exception_handler(AutotuneAmpError)
     async def refuse(request: Request, error: AutotuneAmpError) -> JsonResponse:  # noqa: ARG001
