@@ -208,8 +208,7 @@ class SearchThread(threading.Thread):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             text = read_file(self._files / f"{search.id}.json")
             if search.state == "ended":
-                best = msgspec.json.decode(text, type=_ErrorDocument).best
-                text = b"null" if best is None else bytes(best)
+                text = bytes(msgspec.json.decode(text, type=_ErrorDocument).best)
             return msgspec.Raw(msgspec.json.format(text, indent=-1))
         return None
 
@@ -358,7 +357,7 @@ _MAX_DOCUMENTS = 64  # of finished searches that are kept encoded
 class _ErrorDocument(msgspec.Struct):
     """The part of an error's document that holds the best so far."""
 
-    best: msgspec.Raw | None = None
+    best: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class OptionError(InvalidRequestError):

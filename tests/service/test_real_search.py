@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.real_time]
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealService]:
-    with real_service(tmp_path_factory.mktemp("team"), "max_queued = 1") as service:
+    with real_service(tmp_path_factory.mktemp("team"), "max_queued = 1\nrequests_per_minute = 60000") as service:
         yield service
     assert ANN not in service.log
 
