@@ -14,7 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.search.options import RANKING, SearchOptions
-from autotune_amp.search.storage.database import study_error
+from autotune_amp.search.storage.database import engine_options, study_error
 from autotune_amp.service.settings import Target
 
 State: TypeAlias = Literal["queued", "running", "done", "failed", "ended"]
@@ -85,7 +85,7 @@ class Queue:
         self._lock = threading.Lock()
         self._unsaved: set[str] = set()
         try:
-            self._engine = sqlalchemy.create_engine(database, pool_pre_ping=True)
+            self._engine = sqlalchemy.create_engine(database, **engine_options(database))
             _METADATA.create_all(self._engine)
             with self._engine.connect() as connection:
                 rows = connection.execute(sqlalchemy.select(_TABLE.c.search).where(_TABLE.c.service == service)).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import postgresql
 import pytest
 from msgspec.structs import replace
 from sqlalchemy.exc import OperationalError
@@ -143,3 +144,22 @@ def test_a_database_that_cannot_be_used_is_refused_without_its_password() -> Non
     with pytest.raises(StudyError) as refused:
         Queue("mysql://amp:hunter2@host/db", "here", 1)
     assert "hunter2" not in str(refused.value)
+
+
+def test_a_queue_in_postgresql_outlives_the_service_and_a_restart_of_the_server() -> None:
+    with postgresql.server() as server:
+        queue = Queue(server.url(), "here", 3)
+        queue.submit(asked(1, "ann"))
+        server.stop()
+        with pytest.raises(StudyError) as refused:
+            queue.submit(asked(2, "ann"))
+        assert postgresql.PASSWORD not in str(refused.value)
+        queue.change(asked(1).id, state="running")
+        server.start()
+        queue.save_later_changes()
+        queue.submit(asked(3, "ann"))
+        again = Queue(server.url(), "here", 3)
+        assert again.searches == queue.searches
+        assert [search.state for search in again.searches.values()] == ["running", "queued"]
+        for each in (queue, again):
+            each.close()
