@@ -21,13 +21,19 @@ from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, Stud
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.search.answer.decide import rerank
 from autotune_amp.search.options import SearchOptions
-from autotune_amp.service.jobs import WAITING, ForbiddenError, QueueFullError, Search, State
+from autotune_amp.service.jobs import WAITING, ForbiddenError, QueueFullError, Search, State, UnknownError
 from autotune_amp.service.searching import OptionError, SearchThread, checked_option, error_fields, server_sent_event
 
 _FOLLOW_SECONDS = 0.5  # between two looks for new events
 _QUIET_SECONDS = 15.0  # without an event, after which a comment keeps the connection
 _RETRY_SECONDS = 30  # for a client whose search has no place in the queue
 _LOW_PRECISIONS = ("bf16", "fp16", "fp8")
+_STATUSES: dict[type[AutotuneAmpError], int] = {
+    UnknownError: 404,
+    ForbiddenError: 403,
+    QueueFullError: 429,
+    StudyError: 503,  # the database is away, or records are
+}
 
 
 class Options(BaseModel):
@@ -87,6 +93,12 @@ def error_response(error: AutotuneAmpError, status: int, field: str | None = Non
     return JsonResponse(msgspec.json.encode({"error": error_fields(error), "field": field}), status, headers)
 
 
+def caller(request: Request) -> str:
+    """Return the name of the caller that the gate has let through."""
+    name: str = request.state.caller
+    return name
+
+
 def create_app(searches: SearchThread) -> FastAPI:
     """Return the application that serves these searches."""
     app = FastAPI(title="autotune_amp", version=__version__, summary="Searches on request, and what was measured.")
@@ -110,14 +122,12 @@ def create_app(searches: SearchThread) -> FastAPI:
     async def refuse(request: Request, error: AutotuneAmpError) -> JsonResponse:  # noqa: ARG001
         if isinstance(error, OptionError):
             return error_response(error, 422, error.field)
-        statuses: dict[type[AutotuneAmpError], int] = {QueueFullError: 429, ForbiddenError: 403, StudyError: 503}
-        return error_response(error, next((code for kind, code in statuses.items() if isinstance(error, kind)), 422))
+        return error_response(error, next((code for kind, code in _STATUSES.items() if isinstance(error, kind)), 422))
 
-    def found(id_: str) -> Search | JsonResponse:
+    def found(id_: str) -> Search:
         search = searches.queue.searches.get(id_)
         if search is None:
-            missing = InvalidRequestError("There is no search of this ID.", "POST /searches begins one.")
-            return error_response(missing, 404, "id")
+            raise UnknownError("There is no search of this ID.", "POST /searches begins one.")
         return search
 
     @app.post("/searches", status_code=202)
@@ -127,35 +137,29 @@ def create_app(searches: SearchThread) -> FastAPI:
             message = f"target is {request.target[:80]!r}."
             raise OptionError("target", message, f"Name one of {', '.join(targets)}.")
         options = request.options.model_dump(exclude_none=True, by_alias=True)
-        search = searches.submit(request.target, options, asked_by.state.caller)
+        search = searches.submit(request.target, options, caller(asked_by))
         return JsonResponse(searches.document(search), 202, {"Location": f"/searches/{search.id}"})
 
     @app.get("/searches/{id_}")
     async def follow(id_: str) -> Response:
         """Return the state of a search, its best so far, and its recommendation once it is done."""
-        search = found(id_)
-        return search if isinstance(search, Response) else JsonResponse(searches.document(search))
+        return JsonResponse(searches.document(found(id_)))
 
     @app.delete("/searches/{id_}")
     def end(id_: str, asked_by: Request) -> Response:
         """Withdraw your request. The search ends, and keeps its best so far, once nobody else waits for it."""
-        search = found(id_)
-        if isinstance(search, Response):
-            return search
-        return JsonResponse(searches.document(searches.withdraw(search, asked_by.state.caller)), 202)
+        return JsonResponse(searches.document(searches.withdraw(found(id_), caller(asked_by))), 202)
 
     @app.get("/searches/{id_}/events")
     async def stream(id_: str, request: Request) -> Response:
         """Stream the events of a search (phase, trial, best, note, end) as server-sent events."""
-        search = found(id_)
-        if isinstance(search, Response):
-            return search
+        found(id_)
         last = request.headers.get("last-event-id", "")
         first = int(last) + 1 if last.isdigit() and len(last) < 10 else 0
         return StreamingResponse(_events(searches, id_, first), media_type="text/event-stream")
 
     @lru_cache(64)
-    def ranked_again(id_: str, ended: float | None, asked: str) -> bytes:  # noqa: ARG001 - part of the key
+    def ranked_again(id_: str, measured: float | None, asked: str) -> bytes:  # noqa: ARG001 - part of the key
         ranking = msgspec.json.decode(asked, type=dict[str, Any])
         search = searches.queue.searches[id_]
         saved = decode(searches.recommendation_json(search) or b"", Recommendation)
@@ -170,14 +174,11 @@ def create_app(searches: SearchThread) -> FastAPI:
     @app.get("/recommendations/{target}")
     def recommend(target: str, ranking: Annotated[Ranking, Query()]) -> Response:
         """Return what to train a target with, ranked again from what was measured, without running anything."""
-        search = searches.newest_finished(target) if target in targets else None
-        if search is None:
-            wanted = f"POST /searches for it first. The targets are {', '.join(targets)}."
-            return error_response(InvalidRequestError("No search of this target is finished.", wanted), 404, "target")
+        search = searches.newest_measured(target)
         asked = ranking.model_dump(exclude_none=True)
         for name, value in asked.items():
             checked_option(name, "precision" if name == "precision_allowed" else name, value)
-        return JsonResponse(ranked_again(search.id, search.ended, msgspec.json.encode(asked).decode()))
+        return JsonResponse(ranked_again(search.id, search.measured, msgspec.json.encode(asked).decode()))
 
     @app.get("/hardware")
     async def hardware() -> Response:
@@ -228,7 +229,7 @@ def answer_document(search: Search, recommendation: Recommendation) -> dict[str,
     return {
         "target": search.target,
         "search": search.id,
-        "measured": search.ended,
+        "measured": search.measured,
         "mixed_precision": recommendation.config.precision in _LOW_PRECISIONS,
         "answer": dict(recommendation.answer()),
         "recommendation": recommendation,

@@ -35,7 +35,8 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     """A requested search and its state. Times are seconds since 1970.
 
     `id` is a digest of the request, so that equal requests are one search. `options` are those that were asked for, by
-    the names of the request. `callers` wait for it; without one it is ended. `error` says why it failed.
+    the names of the request. `callers` wait for it; without one it is ended. `measured` is when it was last done, which
+    stays when it is asked for again. `error` says why it failed.
     """
 
     id: str
@@ -46,11 +47,16 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     created: float = msgspec.field(default_factory=time.time)
     started: float | None = None
     ended: float | None = None
+    measured: float | None = None
     error: dict[str, str] | None = None
 
 
 class QueueFullError(AutotuneAmpError):
     """Raised if too many searches wait already."""
+
+
+class UnknownError(AutotuneAmpError):
+    """Raised if there is no search of the given ID, or none of a target is finished."""
 
 
 class ForbiddenError(AutotuneAmpError):

@@ -28,7 +28,7 @@ from autotune_amp.hardware import identify, nvml
 from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.storage.folder import StudyFolder
-from autotune_amp.service.jobs import WAITING, Queue, Search, search_id, study_name
+from autotune_amp.service.jobs import WAITING, Queue, Search, UnknownError, search_id, study_name
 from autotune_amp.service.settings import TOKEN_VARIABLE, Settings, Target
 
 _TICK_SECONDS = 0.25
@@ -204,20 +204,28 @@ class SearchThread(threading.Thread):
         return events
 
     def recommendation_json(self, search: Search) -> msgspec.Raw | None:
-        """Return the recommendation of a search that is over, the best so far if it was ended, or None."""
+        """Return the newest recommendation of a search, the best so far if it was ended, or None."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            text = read_file(self._files / f"{search.id}.json")
             if search.state == "ended":
-                text = bytes(msgspec.json.decode(text, type=_ErrorDocument).best)
+                text = bytes(msgspec.json.decode(read_file(self._output(search.id)), type=_ErrorDocument).best)
+            else:
+                text = read_file(self._result(search.id))
             return msgspec.Raw(msgspec.json.format(text, indent=-1))
         return None
 
-    def newest_finished(self, name: str) -> Search | None:
-        """Return the newest finished search of a target, one of all precisions if there is any; None without one."""
-        done = [
-            search for search in list(self.queue.searches.values()) if (search.target, search.state) == (name, "done")
-        ]
-        return max(done, key=lambda one: (one.options.get("precision") is None, one.ended or 0.0), default=None)
+    def newest_measured(self, name: str) -> Search:
+        """Return the search of a target that was done last, one of all precisions if there is any.
+
+        Raises `UnknownError` without one.
+        """
+        searches = list(self.queue.searches.values())
+        measured = [search for search in searches if search.target == name and search.measured is not None]
+        if not measured:
+            raise UnknownError(
+                "No search of this target is finished.",
+                f"POST /searches begins one; the targets are {', '.join(self.settings.targets)}.",
+            )
+        return max(measured, key=lambda search: (search.options.get("precision") is None, search.measured or 0.0))
 
     def study(self, recommendation: Recommendation) -> StudyFolder:
         """Return the folder with the records of a recommendation."""
@@ -257,6 +265,14 @@ class SearchThread(threading.Thread):
         yield from self._running.values()
         if self._probing is not None:
             yield self._probing[1]
+
+    def _output(self, id_: str) -> Path:
+        """Return the file with what the process of a search has printed."""
+        return self._files / f"{id_}.out"
+
+    def _result(self, id_: str) -> Path:
+        """Return the file with the recommendation of a search that was done."""
+        return self._files / f"{id_}.json"
 
     @property
     def _studies(self) -> str:
@@ -299,7 +315,7 @@ class SearchThread(threading.Thread):
         study = study_name(search.target, target, options)
         own = ["--json", "--events", str(events.path), "--out", self._studies, "--study", study]
         arguments = ["search", *options.arguments(), *own, *target.arguments()]
-        self._running[search.id] = _Process(arguments, target.folder, self._files / f"{search.id}.json")
+        self._running[search.id] = _Process(arguments, target.folder, self._output(search.id))
         self._events[search.id] = events
         self.queue.change(search.id, state="running", started=time.time(), ended=None, error=None)
 
@@ -333,7 +349,8 @@ class SearchThread(threading.Thread):
         document = process.document()
         error = document.get("error") or {}
         if code == 0 and "config" in document:
-            self.queue.change(search.id, state="done", ended=time.time())
+            self._output(search.id).replace(self._result(search.id))
+            self.queue.change(search.id, state="done", ended=time.time(), measured=time.time())
         elif process.is_interrupted and not search.callers:
             self.queue.change(search.id, state="ended", ended=time.time())
         elif process.is_interrupted:  # by the end of the service, or somebody joined meanwhile: it goes on later

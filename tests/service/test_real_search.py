@@ -14,7 +14,7 @@ from real_service import ANN, BEN, OPTIONS, Answer, RealService, is_done, real_s
 from autotune_amp import recommend_config
 from autotune_amp.core.errors import InvalidRequestError
 
-pytestmark = [pytest.mark.slow, pytest.mark.real_time]
+pytestmark = [pytest.mark.slow, pytest.mark.real_time, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
