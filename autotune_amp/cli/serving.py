@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from autotune_amp.cli.app import Json, option
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.report.output import write_message, write_output
 
 
@@ -21,9 +22,15 @@ def serve(
     Searches that run are ended with their best saved, and go on when the service is started again. Needs the extra
     `serve`.
     """
-    from autotune_amp.service.server import open_service
     from autotune_amp.service.settings import load_settings, read_tokens
 
+    try:
+        from autotune_amp.service.server import open_service
+    except ModuleNotFoundError as error:
+        raise InvalidRequestError(
+            f"A service needs the package {error.name}, which is not installed.",
+            "Run `pip install 'autotune_amp[serve]'`.",
+        ) from error
     settings = load_settings(config)
     with open_service(settings, read_tokens(settings, os.environ)) as service:
         write_output((json.dumps({"format": 1, "url": service.url}) if as_json else service.url).encode() + b"\n")

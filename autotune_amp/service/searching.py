@@ -312,6 +312,7 @@ class SearchThread(threading.Thread):
         if search.started is None or search.ended is not None:
             events.path.unlink(missing_ok=True)
         events.read()  # of the search that goes on
+        events.phase = None
         study = study_name(search.target, target, options)
         own = ["--json", "--events", str(events.path), "--out", self._studies, "--study", study]
         arguments = ["search", *options.arguments(), *own, *target.arguments()]
