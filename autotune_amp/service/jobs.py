@@ -82,8 +82,8 @@ def _digest(target: Target, options: SearchOptions) -> str:
 class Queue:
     """Searches of one service by ID. Methods may be called from any thread; `searches` is only read by others.
 
-    Several services may share a database; each has only the searches of its own name. Raises `StudyError` if the
-    database cannot be used.
+    Several services may share a database; each has only the searches of its own name. `engine` is that of the database.
+    Raises `StudyError` if it cannot be used.
     """
 
     def __init__(self, database: str, service: str, max_queued: int) -> None:
@@ -91,9 +91,9 @@ class Queue:
         self._lock = threading.Lock()
         self._unsaved: set[str] = set()
         try:
-            self._engine = sqlalchemy.create_engine(database, **engine_options(database))
-            _METADATA.create_all(self._engine)
-            with self._engine.connect() as connection:
+            self.engine = sqlalchemy.create_engine(database, **engine_options(database))
+            _METADATA.create_all(self.engine)
+            with self.engine.connect() as connection:
                 rows = connection.execute(sqlalchemy.select(_TABLE.c.search).where(_TABLE.c.service == service)).all()
         except Exception as error:  # a wrong URL, driver, host, password, file or schema each raises its own type
             raise study_error(database, error) from error
@@ -162,7 +162,7 @@ class Queue:
 
     def close(self) -> None:
         """Close the connections to the database."""
-        self._engine.dispose()
+        self.engine.dispose()
 
     def _change(self, search: Search, **changes: Any) -> Search:
         search = self.searches[search.id] = replace(search, **changes)
@@ -180,7 +180,7 @@ class Queue:
         """Write a search to the database, or remove one that is forgotten."""
         search = self.searches.get(id_)
         own = (_TABLE.c.service == self._service) & (_TABLE.c.id == id_)
-        with self._engine.begin() as connection:
+        with self.engine.begin() as connection:
             connection.execute(sqlalchemy.delete(_TABLE).where(own))
             if search is not None:
                 text = msgspec.json.encode(search).decode()

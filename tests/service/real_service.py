@@ -131,7 +131,7 @@ class RealService:
 
 
 def is_done(state: dict[str, Any]) -> bool:
-    return state["state"] == "done"
+    return bool(state["state"] == "done")
 
 
 @contextlib.contextmanager

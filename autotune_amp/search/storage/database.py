@@ -36,10 +36,10 @@ _PATIENCE = {
 @contextlib.contextmanager
 def open_storage(storage: str | Path) -> Iterator[RDBStorage]:
     """Open the Optuna storage of a URL or of a search's own file. Raises `StudyError` if it cannot be used."""
+    url = "sqlite://" if isinstance(storage, Path) else storage
+    options = engine_options(url)
     if isinstance(storage, Path):
-        url, options = "sqlite://", {"pool": sqlalchemy.NullPool(lambda: _open_file(storage))}  # type: ignore[arg-type]
-    else:
-        url, options = storage, engine_options(storage)
+        options["pool"] = sqlalchemy.NullPool(lambda: _open_file(storage))  # type: ignore[arg-type]
     try:
         if "connect_args" in options:
             _create_tables(url, options["connect_args"])
