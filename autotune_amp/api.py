@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 import sys
@@ -70,6 +71,7 @@ def recommend_config(
     storage: str | None = None,
     seed: int = 0,
     fresh: bool = False,
+    server: str | None = None,
     quiet: bool = False,
     progress: Progress | None = None,
 ) -> Recommendation:
@@ -99,6 +101,8 @@ def recommend_config(
     Results go to `out`/`study`, including report.html; if that cannot be written, a warning is given. `fresh`
     repeats measurements that exist already. `progress` receives the events of the search; by default they are shown on
     standard error or in the notebook's cell, unless `quiet`.
+    `server` is the URL of a service (`autotune-amp serve`) that searches in place of this machine: `workload` is then
+    the name of one of its targets. Its token is taken from the environment variable AUTOTUNE_AMP_TOKEN.
 
     Under torchrun, srun or another launcher (WORLD_SIZE above 1), or in a process group, call it on all ranks alike,
     before or after init_process_group(): rank 0 searches and shows its progress, the others wait for its result. A
@@ -109,12 +113,17 @@ def recommend_config(
     so far is saved); on ranks above 0 also `RunnerError` if rank 0 died. SIGTERM saves the best so far too and then
     ends the process with exit code 143, unless there is a handler for it already.
     """
+    arguments = dict(locals())
     search_arguments = {
-        name: argument for name, argument in locals().items() if name not in ("workload", "fresh", "quiet", "progress")
+        name: value
+        for name, value in arguments.items()
+        if name not in ("workload", "fresh", "server", "quiet", "progress")
     }
     launch = place()
 
     def run_search() -> Recommendation:
+        if server is not None:
+            return _ask_service(server, workload, {**search_arguments, "fresh": fresh}, quiet, progress)
         options = SearchOptions.from_user(num_ranks=launch.num_ranks, **search_arguments)
         source = _workload_source(workload, "recommend_config", "search")
         with _shown_progress(quiet, progress) as shown_progress:
@@ -128,6 +137,22 @@ def recommend_config(
             return recommendation
 
     return answer_on_first(run_search, launch, budget)
+
+
+def _ask_service(
+    server: str, target: object, arguments: dict[str, object], quiet: bool, progress: Progress | None
+) -> Recommendation:
+    """Return the recommendation of a service for its target, with the arguments that are not at their defaults."""
+    from autotune_amp.service.client import recommendation_from
+
+    if not isinstance(target, str):
+        raise InvalidRequestError(
+            "A service searches only the targets that its own file names.", "Pass the name of one as the workload."
+        )
+    defaults = inspect.signature(recommend_config).parameters
+    changed = {name: value for name, value in arguments.items() if value != defaults[name].default}
+    with _shown_progress(quiet, progress) as shown_progress:
+        return recommendation_from(server, target, changed, shown_progress)
 
 
 def _search(

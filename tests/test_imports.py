@@ -38,7 +38,7 @@ LAYERS = (
 
 # Files that run in a parent, or that a parent reads, know no torch; only the study knows Optuna.
 WITHOUT_TORCH = (
-    *("__init__", "api", "cli", "core", "search", "processes.process", "processes.local"),
+    *("__init__", "api", "cli", "core", "search", "service", "processes.process", "processes.local"),
     *("command.backend", "command.command", "command.running", "command.ranks", "command.measure", "command.settable"),
     *("command.rank_steps", "command.verdict", "trial.judge"),
     *("trial.step_profile.breakdown", "diagnostics.profile_amp", "diagnostics.check_fidelity"),
@@ -53,6 +53,8 @@ OF_THE_AGENT_FOR_ALL = ("command.agent.tokens", "command.agent.flops")
 FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "transformers")
 WITH_FRAMEWORKS = ("integrations", "core.config")  # AmpConfig.to_training_arguments makes theirs
 WITH_RAY = ("processes.on_ray.driver",)
+HTTP_SERVER = ("fastapi", "pydantic", "starlette", "uvicorn")
+WITH_HTTP_SERVER = ("service",)
 
 
 @cache
@@ -140,6 +142,7 @@ def test_torch_optuna_and_the_frameworks_are_imported_where_they_belong() -> Non
         or (is_under(name, ("optuna",)) and not is_under(module, WITH_OPTUNA))
         or (is_under(name, FRAMEWORKS) and not is_under(module, WITH_FRAMEWORKS))
         or (is_under(name, ("ray",)) and not is_under(module, WITH_RAY))
+        or (is_under(name, HTTP_SERVER) and not is_under(module, WITH_HTTP_SERVER))
     ]
     assert not breaches, "\n".join(breaches)
 
@@ -177,6 +180,9 @@ def test_the_package_imports_neither_torch_nor_optuna_and_the_controller_no_optu
         "assert not {'torch', 'optuna', 'rich', 'plotly', 'typer'} & set(sys.modules)  # nor for explain()\n"
         "from autotune_amp import PrecisionController\n"
         "assert 'torch' in sys.modules and not {'optuna', 'typer', 'sqlalchemy'} & set(sys.modules)\n"
+        "import autotune_amp.api, autotune_amp.cli, autotune_amp.search.search\n"
+        "served = {'fastapi', 'starlette', 'uvicorn', 'autotune_amp.service'}\n"
+        "assert not served & set(sys.modules)  # nor do searches and the loop\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import shlex
+import shutil
+import signal
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -101,6 +105,33 @@ def test_the_commands_work_on_the_first_example(cli: CommandLine) -> None:
     assert re.search(r"excellent|significant|modest|negligible|slower", profiled.out)
 
 
+@pytest.mark.slow
+@pytest.mark.real_time
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_service_works_as_shown(cli: CommandLine) -> None:
+    """On a free port, and with a budget."""
+
+    def shell(line: str) -> str:
+        done = subprocess.run(line, shell=True, cwd=cli.folder, stdout=subprocess.PIPE, text=True, timeout=60)
+        return done.stdout
+
+    (block,) = [block for block in blocks("sh") if "autotune-amp serve" in block]
+    write, serve, begin, again, wait = [re.sub(r"\s+# .*", "", line) for line in block.splitlines()]
+    (cli.folder / "train.py").write_text(block_of(FIRST))
+    shell(f"echo port = 0 > serve.toml; {write.replace('> serve', '>> serve')}")
+    service = cli.start(*shlex.split(serve)[1:], "--json")
+    assert service.stdout is not None
+    address = json.loads(service.stdout.readline())["url"].removeprefix("http://")
+    begin, again, wait = (line.replace("localhost:8321", address) for line in (begin, again, wait))
+    options = json.dumps({"target": "mlp", "options": {"budget": BUDGET}})
+    begun = json.loads(shell(begin.replace('{"target": "mlp"}', options)))
+    waited = cli(*shlex.split(wait)[1:], "--budget", str(BUDGET), "--json")
+    assert waited.code == 0, waited.err
+    assert json.loads(shell(again))["search"] == begun["id"]
+    service.send_signal(signal.SIGTERM)
+    service.communicate(timeout=60)
+
+
 def test_everything_shown_in_python_is_run() -> None:
     assert sorted(map(block_of, QUICK + SLOW)) == sorted(PYTHON)
     assert set(re.findall(r"^```(\S+)$", README, re.MULTILINE)) == {"diff", "python", "sh", "text"}
@@ -142,7 +173,7 @@ def test_every_option_shown_is_there(command: str, capsys: pytest.CaptureFixture
 
 def test_commands_are_shown() -> None:
     judging = ["check", "fidelity", "memory", "profile"]
-    assert sorted([*judging, "apply", "dashboard", "export", "report", "run", "search", "show"]) == COMMANDS
+    assert sorted([*judging, "apply", "dashboard", "export", "report", "run", "search", "serve", "show"]) == COMMANDS
 
 
 def test_the_tree_is_there() -> None:

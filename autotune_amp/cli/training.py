@@ -29,7 +29,7 @@ from autotune_amp.cli.app import (
 from autotune_amp.core.text import shell_line
 from autotune_amp.report.output import ignore_closed_reader, json_document, write_message, write_output
 
-_COMMAND_LINE_OPTIONS = ("context", "value", "file", "dry_run", "as_json")  # not passed to recommend_config()
+_COMMAND_LINE_OPTIONS = ("context", "events", "value", "file", "dry_run", "as_json")  # not passed to recommend_config()
 
 
 def search(
@@ -76,6 +76,12 @@ def search(
     storage: Annotated[str | None, option("URL", "Optuna storage in place of SQLite in the study's folder.")] = None,
     seed: Annotated[int, option("N", "Seed of the trials and of Optuna.")] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, without using earlier results.")] = False,
+    server: Annotated[
+        str | None, option("URL", "Ask this service (`autotune-amp serve`) about its target TARGET, searching there.")
+    ] = None,
+    events: Annotated[
+        Path | None, option("FILE", "Append each phase, trial and best so far to this file as JSON, and show nothing.")
+    ] = None,
     value: Value = None,
     file: File = None,
     dry_run: Annotated[
@@ -108,8 +114,14 @@ def search(
     from autotune_amp.distributed import place
     from autotune_amp.report.progress import TerminalProgress
 
-    recommendation = recommend_config(**options, progress=None if quiet else TerminalProgress(sys.stderr))
-    path = Path(out, recommendation.search.study, "recommendation.json")
+    if events is None:
+        recommendation = recommend_config(**options, progress=None if quiet else TerminalProgress(sys.stderr))
+    else:
+        from autotune_amp.report.events import EventLog
+
+        with EventLog(events) as log:
+            recommendation = recommend_config(**options, progress=log)
+    path = None if server else Path(out, recommendation.search.study, "recommendation.json")
     return recommendation_output(recommendation, as_json, path) if place().rank == 0 else b""
 
 

@@ -57,15 +57,14 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     `batch_size` is the number of samples in one forward pass on one device; `accumulation_steps` such passes make one
     optimizer step. `as_found` keeps the caller's own TF32 flags and autocast instead of the strict flags of
     `precision`: only the baseline uses it, and only if the two differ. `pinned_modules` run in fp32 whatever the
-    precision. `num_workers` is the DataLoader's number of worker processes, None for the user's own number;
-    `pin_memory` and `prefetch_factor` are further arguments of it. `allocator`
-    is the mode of CUDA's memory allocator, `weights` the format of fp32 parameters, `cudnn_benchmark` makes cuDNN time
-    its algorithms, `attention` is the preferred backend of ``scaled_dot_product_attention``, `fp8_recipe` is the
-    scaling of fp8 linear layers, `optimizer_impl` the implementation of the optimizer's step, `compile` a mode of
+    precision, where ``*`` in a name stands for any text. `num_workers` is the DataLoader's number of worker processes,
+    None for the user's own number; `pin_memory` and `prefetch_factor` are further arguments of it. `allocator` is the
+    mode of CUDA's memory allocator, `weights` the format of fp32 parameters, `cudnn_benchmark` makes cuDNN time its
+    algorithms, `attention` is the preferred backend of ``scaled_dot_product_attention``, `fp8_recipe` is the scaling of
+    fp8 linear layers, `optimizer_impl` the implementation of the optimizer's step, `compile` a mode of
     ``torch.compile``; with `activation_checkpointing` the model's repeated blocks recompute their activations in the
-    backward pass.
-    `arguments` are the values of a command's own placeholders that differ from today's, sorted by name; a name that
-    begins with ``!`` is of an argument that does not affect numerics.
+    backward pass. `arguments` are the values of a command's own placeholders that differ from today's, sorted by name;
+    a name that begins with ``!`` is of an argument that does not affect numerics.
     """
 
     precision: Annotated[Precision, Label(str)]

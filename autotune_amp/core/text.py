@@ -22,8 +22,8 @@ _OUTCOMES = {
 _RENAMED_OPTIONS = {"batches": "num_batches", "for": "device", "fresh": "fresh=True", "try": "try_"}
 _SAME_OPTIONS = (
     *("baseline", "batch-size", "budget", "device", "devices", "effective-batch-size", "fit", "memory-fraction"),
-    *("memory-limit", "objective", "out", "precision", "price-per-hour", "ranks", "ray", "samples", "seed", "snapshot"),
-    *("steps", "storage", "study", "trace", "trials"),
+    *("memory-limit", "objective", "out", "precision", "price-per-hour", "ranks", "ray", "samples", "seed", "server"),
+    *("snapshot", "steps", "storage", "study", "trace", "trials"),
 )
 ARGUMENTS = {name: name.replace("-", "_") for name in _SAME_OPTIONS} | _RENAMED_OPTIONS
 _OPTION = re.compile(

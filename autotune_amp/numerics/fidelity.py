@@ -17,7 +17,13 @@ from autotune_amp.numerics.experiment import MIN_NUM_BATCHES, NUM_PAIRED_STEPS, 
 from autotune_amp.numerics.grading import MAX_FORWARD_SHARE
 from autotune_amp.numerics.locate import OUTSIDE, first_inaccurate_module, nonfinite_modules, nonfinite_parameters
 from autotune_amp.numerics.passes import CheckInputs, Passes
-from autotune_amp.precision.forward_wrapper import can_be_pinned, is_inside, modules_by_name, watch_forward
+from autotune_amp.precision.forward_wrapper import (
+    can_be_pinned,
+    is_inside,
+    modules_by_name,
+    names_matching,
+    watch_forward,
+)
 from autotune_amp.precision.modes import MODES
 
 MAX_PINNED_SHARE = 0.05  # largest share of the modules that are pinned; a single module may always be
@@ -58,7 +64,7 @@ def check(
                 passes, precision, batch_size, read_maxima, label or precision, num_steps_before, seconds
             )
             experiment.cut_samples_to_time()
-            attempt = experiment.attempt(tuple(pinned_modules))
+            attempt = experiment.attempt(names_matching(subject.model, pinned_modules))
             # Random numbers that differ in half precision may be the only error: try again with the same ones.
             if attempt.grade.is_bad and experiment.switch_to_fp32_draws(attempt.pins):
                 attempt = experiment.attempt(attempt.pins)

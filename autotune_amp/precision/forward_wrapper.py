@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, SupportsIndex
@@ -49,15 +50,29 @@ def _without_wrapper_parts(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
-def modules_named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Return the modules of the user's own model with these names. Raises `InvalidRequestError` if one is missing."""
+def names_matching(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the modules of the user's own model that are in `names`, where ``*`` stands for any text.
+
+    Raises `InvalidRequestError` if one of `names` matches no module.
+    """
     modules = modules_by_name(model)
+    found: dict[str, None] = {}
     for name in names:
-        if name not in modules:
+        pattern = re.compile(re.escape(name).replace(r"\*", ".*"))
+        matches = [other for other in modules if pattern.fullmatch(other)]
+        if not matches:
             raise InvalidRequestError(
-                f"The model has no module named {name!r}.", "Take names from model.named_modules()."
+                f"The model has no module named {name!r}.",
+                "Take names from model.named_modules(), or use *.",
             )
-    return [modules[name] for name in names]
+        found |= dict.fromkeys(matches)
+    return tuple(found)
+
+
+def modules_named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Return the modules of the user's own model that match `names`, as `names_matching` does."""
+    modules = modules_by_name(model)
+    return [modules[name] for name in names_matching(model, names)]
 
 
 def is_inside(name: str, around: Sequence[str]) -> bool:

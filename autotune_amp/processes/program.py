@@ -36,7 +36,8 @@ class Program:
     The keeper is started at once and makes `folder` (see `new_folder`); `start` starts the program, whose streams are
     those of `popen`, the keeper's process. If this process ends first, the keeper calls `when_orphaned` (a module, the
     name of a function in it, and the function's arguments) if the program was started, then removes `folder` and the
-    further `folders`. Raises `RunnerError` if no process can be started.
+    further `folders`. The program starts in `working_directory`, by default that of this process. Raises `RunnerError`
+    if no process can be started.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Program:
         *,
         folders: Sequence[Path] = (),
         when_orphaned: Sequence[Any] | None = None,
+        working_directory: Path | None = None,
         stdin: int,
         stdout: int,
         stderr: int,
@@ -70,6 +72,7 @@ class Program:
                     [sys.executable, "-I", keeper.__file__, json.dumps(settings), *arguments],
                     env={**_inductor_cache_variable(), **environment, "TMPDIR": str(folder)},
                     pass_fds=[keepers_end.fileno()],
+                    cwd=working_directory,
                     start_new_session=True,  # Ctrl-C at the terminal is handled by this process alone
                     stdin=stdin,
                     stdout=stdout,

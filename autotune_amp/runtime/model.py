@@ -14,7 +14,7 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.dimensions import FP8_RECIPE
 from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.precision import forward_wrapper, fp8, torch_state
-from autotune_amp.precision.forward_wrapper import modules_named, unwrap
+from autotune_amp.precision.forward_wrapper import modules_named, names_matching, unwrap
 
 
 class AttachedModel:
@@ -129,10 +129,11 @@ class AttachedModel:
         self.observer.is_sampling = True
 
     def pin(self, names: Sequence[str], *, only: bool = False) -> None:
-        """Keep the named modules in fp32; with `only`, unpin all others.
+        """Keep the named modules in fp32 (``*`` stands for any text); with `only`, unpin all others.
 
-        Raises `InvalidRequestError` for a name that the model does not have.
+        Raises `InvalidRequestError` for a name that matches no module.
         """
+        names = names_matching(self.model, names)
         modules = modules_named(self.model, names)
         if only:
             for module in modules_named(self.model, self.pinned):

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import pickle
+import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +27,8 @@ from autotune_amp.precision.forward_wrapper import (
     ForwardObserver,
     clear_override,
     is_pinned,
+    modules_named,
+    names_matching,
     observe,
     override,
     pin_fp32,
@@ -99,6 +102,17 @@ def test_inputs_are_cast_up_anywhere_in_containers(wrap: Callable[[nn.Module], N
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # newer torch has deprecated it
+def test_a_name_may_be_a_pattern() -> None:
+    inner = nn.ModuleDict({"norm": nn.LayerNorm(4), "out": nn.Linear(4, 4)})
+    model = nn.Sequential(inner, nn.LayerNorm(4))
+    assert names_matching(model, ["*.norm", "0.out", "*norm"]) == ("0.norm", "0.out")
+    assert names_matching(model, ["1", ""]) == ("1", "")
+    assert modules_named(model, ["0.*"]) == [inner["norm"], inner["out"]]
+    for absent in ("2*", "[01]", "norm"):
+        with pytest.raises(InvalidRequestError, match=re.escape(absent)):
+            names_matching(model, ["0", absent])
+
+
 def test_what_cannot_be_is_refused(x: Tensor) -> None:
     with pytest.raises(InvalidRequestError, match="TorchScript"):
         pin_fp32(torch.jit.script(nn.Linear(8, 8)), "cpu")

@@ -106,6 +106,18 @@ def test_a_signal_that_ends_every_process_of_a_job_leaves_the_keeper_its_work(tm
     assert not folder.exists()
 
 
+def test_a_program_starts_where_it_is_told_to(tmp_path: Path) -> None:
+    text, null = "import os; assert os.path.samefile('.', os.environ['HERE'])", subprocess.DEVNULL
+    environment = {**os.environ, "HERE": str(tmp_path)}
+    command = [sys.executable, "-c", text]
+    program = Program(
+        command, environment, new_folder(), working_directory=tmp_path, stdin=null, stdout=null, stderr=null
+    )
+    program.start()
+    assert program.wait(START_SECONDS) == 0
+    program.close()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
 def test_a_program_itself_hears_such_a_signal(number: int) -> None:
     text, null = f"import os; os.kill(os.getpid(), {number}); import time; time.sleep(1000)", subprocess.DEVNULL

@@ -52,7 +52,9 @@ def test_an_option_is_the_same_on_the_command_line_in_the_api_and_in_what_checks
         said.pop(name)
     assert called.pop("progress") is None
     assert said == called
-    checked = {name: default for name, default in called.items() if name not in ("workload", "fresh", "quiet")}
+    checked = {
+        name: default for name, default in called.items() if name not in ("workload", "fresh", "server", "quiet")
+    }
     assert SearchOptions.from_user(**checked) == SearchOptions.from_user() == SearchOptions()
     with pytest.raises(errors.InvalidRequestError, match="steps"):
         SearchOptions.from_user(steps=1, samples=1)

@@ -114,6 +114,29 @@ def test_ranked_again_for_memory(finished: tuple[Recommendation, StudyFolder]) -
     assert (again.search, again.hardware, again.fingerprint) == (found.search, found.hardware, found.fingerprint)
 
 
+def test_ranked_again_within_limits(finished: tuple[Recommendation, StudyFolder]) -> None:
+    found, folder = finished
+    allowed = rerank(found, OPTIONS, folder, precisions=["bf16"])
+    assert allowed.config.precision == "bf16"
+    assert allowed.evidence.speedup is None, "the baseline, fp32, is not allowed"
+    reason = allowed.evidence.baseline.reason
+    assert reason is not None
+    assert "fp32" in reason
+    limit = 100 * 2**20  # bf16 needs 128 MiB at batch 64, fp16 192
+    small = rerank(found, OPTIONS, folder, memory_limit=limit)
+    assert small.evidence.peak_memory_bytes <= limit
+    assert small.config.batch_size < found.config.batch_size
+    assert small.options["memory_limit"] == limit
+    assert any("more than the limit" in (row.reason or "") for row in small.candidates)
+    assert (
+        rerank(found, OPTIONS, folder, precisions=["fp32", "bf16", "fp16"], memory_limit=2**40).config == found.config
+    )
+    beyond: tuple[dict[str, Any], ...] = ({"precisions": ["fp8"]}, {"precisions": ["tf32"]}, {"memory_limit": 1})
+    for limits in beyond:
+        with pytest.raises(InvalidRequestError):
+            rerank(found, OPTIONS, folder, **limits)
+
+
 def test_another_length_is_another_horizon_for_the_loss_scale(finished: tuple[Recommendation, StudyFolder]) -> None:
     found, folder = finished
     again = rerank(found, asked(num_samples=64_000, price_per_hour=2.0), folder)

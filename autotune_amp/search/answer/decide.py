@@ -7,6 +7,7 @@ medians over processes, with intervals. A finished outcomes.jsonl can be ranked 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -34,10 +35,11 @@ from autotune_amp.core.evidence import (
 )
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import prediction_interval
-from autotune_amp.core.outcome import CountedFlops, Description, Fidelity, Measurement, Profiled, Record
-from autotune_amp.core.precisions import product_precision
+from autotune_amp.core.outcome import CountedFlops, Description, Failure, Fidelity, Measurement, Profiled, Record
+from autotune_amp.core.precisions import PRECISIONS, Precision, product_precision
 from autotune_amp.core.recommendation import MAX_WARNINGS, Decision, Recommendation, SearchSummary
 from autotune_amp.core.setting import Setting
+from autotune_amp.core.text import size
 from autotune_amp.hardware import machine_load
 from autotune_amp.hardware.data_sheets import data_sheet_flops_per_second
 from autotune_amp.precision.modes import MODES
@@ -414,11 +416,19 @@ def recommend(
     )
 
 
-def rerank(saved: Recommendation, options: SearchOptions, folder: StudyFolder) -> Recommendation:
+def rerank(
+    saved: Recommendation,
+    options: SearchOptions,
+    folder: StudyFolder,
+    *,
+    precisions: Sequence[Precision] | None = None,
+    memory_limit: int | None = None,
+) -> Recommendation:
     """Return a saved recommendation, ranked again for the objective, length of the training run and price in `options`.
 
-    The study's folder is only read. Raises `StudyError` if it lacks the records, and `InvalidRequestError` if what
-    the objective compares was not measured.
+    Only settings in `precisions`, and whose processes reserved at most `memory_limit` bytes, may be recommended; None
+    sets no limit beyond the search's own. The study's folder is only read. Raises `StudyError` if it lacks the records,
+    and `InvalidRequestError` if what the objective compares was not measured, or no setting is within the limits.
     """
     records = folder.records(saved.search.search_id) if saved.search.search_id else []
     if not records or saved.workload is None:
@@ -427,7 +437,13 @@ def rerank(saved: Recommendation, options: SearchOptions, folder: StudyFolder) -
             "Search again with --fresh, or copy the outcomes.jsonl of that search into the folder.",
         )
     saved_options = msgspec.convert(saved.options, SearchOptions)
-    new_options = msgspec.structs.replace(saved_options, **{name: getattr(options, name) for name in RANKING})
+    new_options = msgspec.structs.replace(
+        saved_options,
+        **{name: getattr(options, name) for name in RANKING},
+        precisions=saved_options.precisions if precisions is None else tuple(precisions),
+        memory_limit=saved_options.memory_limit if memory_limit is None else memory_limit,
+    )
+    records = _within_limits(records, precisions or PRECISIONS, memory_limit or math.inf)
     space = build_space(saved.hardware, saved.workload, new_options)
     steps = new_options.horizon_steps(space.baseline.effective_batch_size * space.num_ranks)
     ledger = Ledger(space, records, objective=new_options.objective, num_steps=steps)
@@ -437,6 +453,11 @@ def rerank(saved: Recommendation, options: SearchOptions, folder: StudyFolder) -
     for setting, scale in [chosen_pair, *((r.candidate, r.loss_scale) for r in confirming)]:
         if scale is not None:
             ledger.replay(setting, (scale.init_scale, scale.growth_interval))
+    if ledger.final_shortlist is None:
+        raise InvalidRequestError(
+            "No setting within these limits was measured and may be recommended.",
+            "Allow more precisions or more memory, or search again with these limits.",
+        )
     # That of the confirmation: the search may have run on another machine, or had no time for the recommended
     # variables. A baseline that is kept was measured in the user's own, and perhaps in the recommended one too.
     of_contenders = [r.environment for r in confirming if r.candidate != space.baseline][-1:]
@@ -455,6 +476,22 @@ def rerank(saved: Recommendation, options: SearchOptions, folder: StudyFolder) -
         target=saved.target,
         command_template=saved.command_template,
     )
+
+
+def _within_limits(records: Sequence[Record], precisions: Sequence[Precision], memory_limit: float) -> list[Record]:
+    """Return the records as they would be under these limits: trials of settings beyond them become failures."""
+    measured = [(r.candidate, r.outcome) for r in records if isinstance(r.outcome, Measurement)]
+    too_large = {c: size(o.reserved_memory_bytes) for c, o in measured if o.reserved_memory_bytes > memory_limit}
+    limited = []
+    for record in records:
+        setting, failure = record.candidate, None
+        if setting in too_large:
+            failure = Failure(kind="oom", message=f"it reserved {too_large[setting]}, more than the limit")
+        elif setting.precision not in precisions:
+            failure = Failure(kind="unsupported", message=f"{setting.precision} is not among the precisions allowed")
+        is_beyond = failure is not None and ranking.is_trial(record)
+        limited.append(msgspec.structs.replace(record, outcome=failure) if is_beyond else record)
+    return limited
 
 
 def rerank_with_options(

@@ -36,18 +36,10 @@ _PATIENCE = {
 @contextlib.contextmanager
 def open_storage(storage: str | Path) -> Iterator[RDBStorage]:
     """Open the Optuna storage of a URL or of a search's own file. Raises `StudyError` if it cannot be used."""
-    # Without a pool no SQLite connection outlives its session, not even if Optuna's constructor fails.
-    options: dict[str, Any] = {}
+    url = "sqlite://" if isinstance(storage, Path) else storage
+    options = engine_options(url)
     if isinstance(storage, Path):
         options["pool"] = sqlalchemy.NullPool(lambda: _open_file(storage))  # type: ignore[arg-type]
-    elif storage.startswith("sqlite") and ":memory:" not in storage and storage != "sqlite://":
-        options["poolclass"] = sqlalchemy.NullPool
-    elif storage.partition(":")[0] in ("postgresql", "postgresql+psycopg", "postgresql+psycopg2"):
-        options["pool_pre_ping"] = (
-            True  # otherwise the first query on an open connection fails after a restart of the server
-        )
-        options["connect_args"] = {name: value for name, value in _PATIENCE.items() if f"{name}=" not in storage}
-    url = "sqlite://" if isinstance(storage, Path) else storage
     try:
         if "connect_args" in options:
             _create_tables(url, options["connect_args"])
@@ -59,6 +51,20 @@ def open_storage(storage: str | Path) -> Iterator[RDBStorage]:
     finally:
         database.remove_session()
         database.engine.dispose()
+
+
+def engine_options(url: str) -> dict[str, Any]:
+    """Return the options of SQLAlchemy's engine for the database at `url`."""
+    if url.startswith("sqlite") and ":memory:" not in url and url != "sqlite://":
+        # Without a pool no connection outlives its session, not even if Optuna's constructor fails.
+        return {"poolclass": sqlalchemy.NullPool}
+    if url.partition(":")[0] in ("postgresql", "postgresql+psycopg", "postgresql+psycopg2"):
+        return {
+            # Otherwise the first query on an open connection fails after a restart of the server.
+            "pool_pre_ping": True,
+            "connect_args": {name: value for name, value in _PATIENCE.items() if f"{name}=" not in url},
+        }
+    return {}
 
 
 def _create_tables(url: str, connect_args: dict[str, Any]) -> None:

@@ -1,0 +1,129 @@
+"""Client of a service: asks for a search, follows it, and returns its recommendation. Only the standard library."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from autotune_amp.core.documents import decode
+from autotune_amp.core.errors import AutotuneAmpError, FormatError, InvalidRequestError, RunnerError
+from autotune_amp.core.recommendation import Recommendation, SearchInterruptedError
+from autotune_amp.search.progress import Progress
+
+_POLL_SECONDS = 1.0
+_ANSWER_SECONDS = 70.0  # longer than the service's own limit
+_PATIENCE_SECONDS = 60.0  # for a service that is started again, or has no place in its queue
+_LATER = (429, 502, 503, 504)
+
+# Options of a search that a service takes.
+OPTIONS = (
+    *("budget", "trials", "precision", "batch_size", "effective_batch_size", "try_", "memory_limit", "memory_fraction"),
+    *("objective", "steps", "samples", "price_per_hour", "seed"),
+)
+
+
+def recommendation_from(
+    server: str, target: str, options: Mapping[str, Any], progress: Progress, token: str | None = None
+) -> Recommendation:
+    """Return the recommendation of the service at the URL `server` for its target `target`.
+
+    `options` are those of `recommend_config` that are not left at their defaults. `token` is by default that of the
+    environment variable AUTOTUNE_AMP_TOKEN. Ctrl-C withdraws the request. Raises `InvalidRequestError` for what the
+    service refuses, `RunnerError` if it cannot be reached for a minute or the search fails, and
+    `SearchInterruptedError` at Ctrl-C and if somebody ended the search.
+    """
+    not_taken = sorted(options.keys() - set(OPTIONS))
+    if not_taken:
+        raise InvalidRequestError(
+            f"A service does not take {', '.join(not_taken)}.", f"Leave out all but {', '.join(OPTIONS)}."
+        )
+    connection = _Connection(server, token or os.environ.get("AUTOTUNE_AMP_TOKEN"))
+    asked = {name.rstrip("_"): value for name, value in options.items()}
+    if isinstance(asked.get("batch_size"), tuple):
+        asked["batch_size"] = ":".join(map(str, asked["batch_size"]))
+    body = {"target": target, "options": asked}
+    search = connection.ask("POST", "/searches", body)
+    path = f"/searches/{quote(search['id'], safe='')}"
+    phase = None
+    try:
+        while search["state"] in ("queued", "running"):
+            now = search["phase"] or f"waiting at place {search['position']} of the service's queue"
+            if now != phase:
+                progress.phase(now)
+                phase = now
+            time.sleep(_POLL_SECONDS)
+            search = connection.ask("GET", path)
+    except KeyboardInterrupt:
+        connection.ask("DELETE", path)
+        raise SearchInterruptedError(
+            "Interrupted. The service ends the search unless others wait for it, and keeps its best.",
+            "Ask again to continue it.",
+            (),
+            None,
+        ) from None
+    if search["state"] == "failed":
+        raise RunnerError(f"The service's search failed: {search['error']['message']}", search["error"]["next_step"])
+    best = search["recommendation"]
+    try:
+        recommendation = None if best is None else decode(json.dumps(best), Recommendation)
+    except msgspec.MsgspecError as error:
+        raise FormatError(
+            f"The recommendation of {server} cannot be read: {error}.", "Use the service's version of autotune_amp."
+        ) from error
+    if search["state"] == "done" and recommendation is not None:
+        return recommendation
+    raise SearchInterruptedError("Somebody ended the search.", "Ask again to continue it.", (), recommendation)
+
+
+class _Connection:
+    """Address of a service, and the token that it asks for."""
+
+    def __init__(self, server: str, token: str | None) -> None:
+        if not server.startswith(("http://", "https://")):
+            raise InvalidRequestError(f"--server is {server!r}.", "Give an address such as http://gpu-host:8321.")
+        self._server = server.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the JSON answer to a request, which is sent again for a minute if the service has no time for it."""
+        data = None if body is None else json.dumps(body).encode()
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            request = urllib.request.Request(self._server + path, data, self._headers, method=method)  # noqa: S310 - http
+            try:
+                with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as answer:  # noqa: S310 - http
+                    document: dict[str, Any] = json.load(answer)
+                    return document
+            except urllib.error.HTTPError as error:
+                if error.code not in _LATER or time.monotonic() > until:
+                    raise _refused(self._server, error) from None
+                error.close()
+                wait_seconds = error.headers.get("Retry-After", "")
+                time.sleep(min(int(wait_seconds) if wait_seconds.isdigit() else _POLL_SECONDS, _PATIENCE_SECONDS))
+            except (OSError, ValueError) as error:  # not reached, cut off, or not JSON
+                if time.monotonic() > until:
+                    raise RunnerError(
+                        f"The service at {self._server} does not answer: {error}.",
+                        "Check the address, and that `autotune-amp serve` runs there.",
+                    ) from error
+                time.sleep(_POLL_SECONDS)
+
+
+def _refused(server: str, error: urllib.error.HTTPError) -> AutotuneAmpError:
+    """Return the error of a request that the service refused, with its own message and next step."""
+    with error:
+        try:
+            refusal = json.load(error)["error"]
+            return InvalidRequestError(f"{server} refuses: {refusal['message']}", str(refusal["next_step"]))
+        except (OSError, ValueError, LookupError, TypeError):
+            return RunnerError(f"{server} answers {error.code} {error.reason}.", "Check that this is the service.")

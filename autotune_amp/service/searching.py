@@ -1,0 +1,438 @@
+"""Searches of a service: a thread starts each queued one as a process of its own, follows it and saves how it ended.
+
+A process is `autotune-amp search` in its target's folder, under a keeper: if the service is killed, so is the search,
+and the next service starts it again, which resumes its study. Two searches run at the same time only on different GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from autotune_amp.core.documents import cause, decode, read_file
+from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, StudyError
+from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.core.text import in_python
+from autotune_amp.hardware import identify, nvml
+from autotune_amp.processes.program import Program, new_folder
+from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.storage.folder import StudyFolder
+from autotune_amp.service.jobs import WAITING, Queue, Search, UnknownError, search_id, study_name
+from autotune_amp.service.settings import TOKEN_VARIABLE, Settings, Target
+
+_TICK_SECONDS = 0.25
+_END_SECONDS = 60.0  # for a search to save its best after SIGTERM
+_BUSY_SECONDS = 2.0  # until a search is tried again whose study somebody else uses
+
+
+class SearchEvents:
+    """Events of a search so far, from its file: for clients, and as phase, number of trials and best so far."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: list[bytes] = []  # server-sent events
+        self.phase: str | None = None
+        self.num_trials = 0
+        self.best: dict[str, Any] | None = None
+        self._offset = 0
+
+    def read(self) -> bool:
+        """Read what was appended to the file, and return whether that was anything."""
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+            self._offset += len(whole + newline)
+            for line in whole.splitlines():
+                with contextlib.suppress(msgspec.MsgspecError):  # half a line of a search that was killed
+                    self._add(msgspec.json.decode(line, type=dict[str, Any]), line)
+            return bool(whole)
+        return False
+
+    def _add(self, event: dict[str, Any], line: bytes) -> None:
+        kind = str(event.get("event"))
+        if kind == "phase":
+            self.phase = event.get("text")
+        elif kind == "trial":
+            self.num_trials += 1
+        elif kind == "best":
+            self.best = {name: value for name, value in event.items() if name not in ("event", "time")}
+        self.lines.append(server_sent_event(kind, line, len(self.lines)))
+
+
+def server_sent_event(kind: str, data: bytes, number: int) -> bytes:
+    """Return an event in the format of `text/event-stream`. `data` is on one line."""
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (number, kind.encode(), data)
+
+
+class _Process:
+    """A command of `autotune-amp` that runs for the service, with its output in files."""
+
+    def __init__(self, arguments: list[str], folder: str, output: Path) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+        with output.open("wb") as out, output.with_suffix(".log").open("wb") as log:
+            self._program = Program(
+                [sys.executable, "-m", "autotune_amp", *arguments],
+                environment,
+                new_folder(),
+                working_directory=Path(folder),
+                stdin=subprocess.DEVNULL,
+                stdout=out.fileno(),
+                stderr=log.fileno(),
+            )
+        self._output = output
+        self._end_at: float | None = None
+        self._program.start()
+
+    def interrupt(self) -> None:
+        """Ask the command, by SIGTERM, to save its best and end; kill it if that takes too long."""
+        if self._end_at is None:
+            self._end_at = time.monotonic() + _END_SECONDS
+            for process in self._program.processes()[:1]:
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGTERM)
+        elif time.monotonic() > self._end_at:
+            self._program.end()
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the command was asked to end."""
+        return self._end_at is not None
+
+    def exit_code(self) -> int | None:
+        """Return the exit code once all processes of the command have ended, else None."""
+        return self._program.wait(0)
+
+    def document(self) -> dict[str, Any]:
+        """Return the document that the command has printed; empty if there is none."""
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            return decode(read_file(self._output), dict[str, Any])
+        return {}
+
+    def close(self) -> None:
+        """End the command if it still runs, and remove its temporary files."""
+        self._program.close()
+
+
+class SearchThread(threading.Thread):
+    """Thread that runs the searches of a queue until `stop`, and the state that clients ask for, kept in memory.
+
+    It starts the processes, so that they have its priority and end with it.
+    """
+
+    def __init__(self, settings: Settings, queue: Queue) -> None:
+        super().__init__(name="autotune_amp searches", daemon=True)
+        self.settings, self.queue = settings, queue
+        self.is_stopping = False
+        self.hardware: dict[str, dict[str, Any]] | None = None  # documents of the devices, once they are probed
+        self.num_trials = 0  # of all searches, since the service was started
+        self._files = Path(settings.folder, "searches")
+        self._files.mkdir(parents=True, exist_ok=True)
+        self._devices = {name: _devices_of(target.limits) for name, target in settings.targets.items()}
+        self._running: dict[str, _Process] = {}
+        self._is_hardware_wanted = False
+        self._probed: dict[str, dict[str, Any]] = {}
+        self._probing: tuple[str, _Process] | None = None
+        self._not_before: dict[str, float] = {}
+        self._events: dict[str, SearchEvents] = {}
+        self._documents: dict[str, tuple[Search, bytes]] = {}
+        self._wake = threading.Event()
+
+    # --- asked by clients, from any thread ---------------------------------------------------------------------------
+
+    def submit(self, name: str, asked: Mapping[str, Any], caller: str) -> Search:
+        """Queue a search of the target `name`, or join the equal one; return it.
+
+        Raises `OptionError` for an option that is wrong or above the target's limits, and the errors of
+        `Queue.submit`.
+        """
+        target = self.settings.targets[name]
+        id_ = search_id(target, checked_options(target, asked))
+        search = self.queue.submit(Search(id=id_, target=name, options=dict(asked), callers=(caller,)))
+        self._wake.set()
+        return search
+
+    def withdraw(self, search: Search, caller: str) -> Search:
+        """Withdraw a caller's request; see `Queue.withdraw`."""
+        search = self.queue.withdraw(search, caller)
+        self._wake.set()
+        return search
+
+    def document(self, search: Search) -> bytes:
+        """Return a search as JSON: its state, its best so far, and its recommendation or error once it is over."""
+        if search.state in WAITING:
+            waiting = [other.id for other in self.queue.waiting()]
+            return self._encode(search, waiting.index(search.id) if search.id in waiting else None)
+        saved_search, document = self._documents.get(search.id, (None, b""))
+        if saved_search is not search:
+            document = self._encode(search, None)
+            self._documents[search.id] = search, document
+            for oldest in list(self._documents)[:-_MAX_DOCUMENTS]:
+                self._documents.pop(oldest, None)
+        return document
+
+    def _encode(self, search: Search, position: int | None) -> bytes:
+        events = self.events(search)
+        recommendation = self.recommendation_json(search) if search.state in ("done", "ended") else None
+        fields = msgspec.structs.asdict(search) | {
+            "position": position,
+            "phase": events.phase if search.state == "running" else None,
+            "num_trials": events.num_trials,
+            "best": events.best,
+            "recommendation": recommendation,
+        }
+        return msgspec.json.encode(fields)
+
+    def events(self, search: Search) -> SearchEvents:
+        """Return the events of a search: in memory while it runs, from its file when it is over."""
+        running = self._events.get(search.id)
+        if running is not None:
+            return running
+        events = SearchEvents(self._files / f"{search.id}.events.jsonl")
+        if search.state != "queued":
+            events.read()
+        return events
+
+    def recommendation_json(self, search: Search) -> msgspec.Raw | None:
+        """Return the newest recommendation of a search, the best so far if it was ended, or None."""
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            if search.state == "ended":
+                text = bytes(msgspec.json.decode(read_file(self._output(search.id)), type=_ErrorDocument).best)
+            else:
+                text = read_file(self._result(search.id))
+            return msgspec.Raw(msgspec.json.format(text, indent=-1))
+        return None
+
+    def newest_measured(self, name: str) -> Search:
+        """Return the search of a target that was done last, one of all precisions if there is any.
+
+        Raises `UnknownError` without one.
+        """
+        searches = list(self.queue.searches.values())
+        measured = [search for search in searches if search.target == name and search.measured is not None]
+        if not measured:
+            raise UnknownError(
+                "No search of this target is finished.",
+                f"POST /searches begins one; the targets are {', '.join(self.settings.targets)}.",
+            )
+        return max(measured, key=lambda search: (search.options.get("precision") is None, search.measured or 0.0))
+
+    def study(self, recommendation: Recommendation) -> StudyFolder:
+        """Return the folder with the records of a recommendation."""
+        return StudyFolder(self._studies, recommendation.search.study)
+
+    def want_hardware(self) -> None:
+        """Have the devices probed, once no search runs."""
+        self._is_hardware_wanted = True
+        self._wake.set()
+
+    # --- the thread itself --------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End all searches with their best saved, and the thread. The next service goes on with them."""
+        self.is_stopping = True
+        self._wake.set()
+        self.join()
+
+    def run(self) -> None:
+        """Start, follow and finish searches until `stop`."""
+        for search in list(self.queue.searches.values()):
+            if search.state == "running":  # when the service was killed or stopped
+                self.queue.change(search.id, state="queued")
+        while not self.is_stopping:
+            self._start_searches()
+            self._follow()
+            self.queue.save_later_changes()
+            self._wake.wait(_TICK_SECONDS)
+            self._wake.clear()
+        while self._running or self._probing:
+            for process in self._processes():
+                process.interrupt()
+            self._follow()
+            time.sleep(_TICK_SECONDS / 5)
+
+    def _processes(self) -> Iterator[_Process]:
+        yield from self._running.values()
+        if self._probing is not None:
+            yield self._probing[1]
+
+    def _output(self, id_: str) -> Path:
+        """Return the file with what the process of a search has printed."""
+        return self._files / f"{id_}.out"
+
+    def _result(self, id_: str) -> Path:
+        """Return the file with the recommendation of a search that was done."""
+        return self._files / f"{id_}.json"
+
+    @property
+    def _studies(self) -> str:
+        return str(Path(self.settings.folder, "studies"))
+
+    def _start_searches(self) -> None:
+        """Start the probe of a device that was asked for, and the searches whose devices are free, in order."""
+        if self._probing is not None:
+            return
+        taken = [self._devices[self.queue.searches[id_].target] for id_ in self._running]
+        if self._is_hardware_wanted and self.hardware is None and not taken:
+            devices = {target.limits.first_device for target in self.settings.targets.values()}
+            for device in sorted(devices - self._probed.keys())[:1]:
+                output = self._files.parent / "hardware.json"
+                self._probing = device, _Process(["probe", "--json", "--device", device], self.settings.folder, output)
+                return
+            self.hardware = self._probed
+        for search in self.queue.waiting():
+            target = self.settings.targets.get(search.target)
+            try:
+                if target is None:
+                    raise InvalidRequestError(f"There is no target {search.target} any more.", "Name another.")
+                options = checked_options(target, search.options)
+                if any(_overlap(self._devices[search.target], devices) for devices in taken):
+                    taken.append(self._devices[search.target])  # no later one may overtake it
+                elif time.monotonic() >= self._not_before.get(search.id, 0.0):
+                    taken.append(self._devices[search.target])
+                    self._start_search(search, target, options)
+            except AutotuneAmpError as error:
+                self.queue.change(search.id, state="failed", ended=time.time(), error=error_fields(error))
+            except OSError as error:
+                unusable = StudyError(f"The service's folder: {cause(error)}.", "Free some space there.")
+                self.queue.change(search.id, state="failed", ended=time.time(), error=error_fields(unusable))
+
+    def _start_search(self, search: Search, target: Target, options: SearchOptions) -> None:
+        events = SearchEvents(self._files / f"{search.id}.events.jsonl")
+        if search.started is None or search.ended is not None:
+            events.path.unlink(missing_ok=True)
+        events.read()  # of the search that goes on
+        events.phase = None
+        study = study_name(search.target, target, options)
+        own = ["--json", "--events", str(events.path), "--out", self._studies, "--study", study]
+        arguments = ["search", *options.arguments(), *own, *target.arguments()]
+        self._running[search.id] = _Process(arguments, target.folder, self._output(search.id))
+        self._events[search.id] = events
+        self.queue.change(search.id, state="running", started=time.time(), ended=None, error=None)
+
+    def _follow(self) -> None:
+        """Read new events, interrupt searches that nobody waits for, and save how ended ones ended."""
+        for id_, process in list(self._running.items()):
+            num_before = self._events[id_].num_trials
+            code = process.exit_code()
+            self._events[id_].read()
+            self.num_trials += self._events[id_].num_trials - num_before
+            search = self.queue.searches[id_]
+            if code is not None:
+                del self._running[id_]
+                process.close()
+                self._finish(search, code, process)
+                del self._events[id_]
+            elif not search.callers:
+                process.interrupt()
+        if self._probing is not None:
+            device, process = self._probing
+            code = process.exit_code()
+            if code is not None:
+                process.close()
+                self._probing = None
+                document = process.document()
+                self._probed[device] = document.get("hardware") or document.get("error") or {"status": code}
+                self._wake.set()
+
+    def _finish(self, search: Search, code: int, process: _Process) -> None:
+        """Save how a search ended, from its exit code and what it printed."""
+        document = process.document()
+        error = document.get("error") or {}
+        if code == 0 and "config" in document:
+            self._output(search.id).replace(self._result(search.id))
+            self.queue.change(search.id, state="done", ended=time.time(), measured=time.time())
+        elif process.is_interrupted and not search.callers:
+            self.queue.change(search.id, state="ended", ended=time.time())
+        elif process.is_interrupted:  # by the end of the service, or somebody joined meanwhile: it goes on later
+            self.queue.change(search.id, state="queued")
+        elif error.get("kind") == "study_busy":
+            self._not_before[search.id] = time.monotonic() + _BUSY_SECONDS
+            self.queue.change(search.id, state="queued")
+        else:
+            error = error or {
+                "kind": "crash",
+                "message": f"The search ended with status {code}.",
+                "next_step": f"Ask again to go on with it; its output is {search.id}.log in the service's folder.",
+            }
+            words = {name: in_python(str(error[name])) for name in ("kind", "message", "next_step")}
+            self.queue.change(search.id, state="failed", ended=time.time(), error=words)
+
+
+_MAX_DOCUMENTS = 64  # of finished searches that are kept encoded
+
+
+class _ErrorDocument(msgspec.Struct):
+    """The part of an error's document that holds the best so far."""
+
+    best: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class OptionError(InvalidRequestError):
+    """Raised for a wrong option of a request; `field` is its name there."""
+
+    def __init__(self, field: str, message: str, next_step: str) -> None:
+        super().__init__(message, next_step)
+        self.field = field
+
+
+def checked_options(target: Target, asked: Mapping[str, Any]) -> SearchOptions:
+    """Return the options of a search, those of the target where the request has none.
+
+    Raises `OptionError` for a wrong one, and for one above the target's limits.
+    """
+    limits = target.limits
+    defaults = {"budget": min(target.budget, SearchOptions().budget_seconds), "memory_limit": target.memory_limit}
+    given = {name: value for name, value in asked.items() if value is not None}
+    named = defaults | {"try_" if name == "try" else name: value for name, value in given.items()}
+    for name, value in named.items():
+        checked_option(name.rstrip("_"), name, value)
+    try:
+        options = SearchOptions.from_user(**named, device=target.device, devices=target.devices)
+    except InvalidRequestError as error:  # two that do not go together
+        raise OptionError("options", in_python(error.message), "Leave one of them out.") from error
+    if options.budget_seconds > limits.budget_seconds:
+        largest = f"{limits.budget_seconds:g}"
+        raise OptionError("budget", f"budget is {options.budget_seconds:g} s.", f"Ask for {largest} s at most.")
+    if limits.memory_limit is not None and (options.memory_limit or 0) > limits.memory_limit:
+        message = f"memory_limit is {options.memory_limit} bytes."
+        raise OptionError("memory_limit", message, f"Ask for {target.memory_limit} at most.")
+    return options
+
+
+def checked_option(field: str, name: str, value: Any) -> None:
+    """Raise `OptionError` if the option `name`, called `field` in the request, has a wrong value."""
+    try:
+        SearchOptions.from_user(**{name: value})
+    except InvalidRequestError as error:
+        next_step = "Leave it out for the default; the page /docs lists the options."
+        raise OptionError(field, in_python(error.message), next_step) from error
+
+
+def error_fields(error: AutotuneAmpError) -> dict[str, str]:
+    """Return the fields of an error in a document."""
+    return {"kind": error.kind, "message": error.message, "next_step": error.next_step}
+
+
+def _devices_of(limits: SearchOptions) -> frozenset[str]:
+    """Return the devices that a search with these options uses."""
+    if limits.devices is not None:
+        numbers = range(len(nvml.visible_uuids())) if limits.devices == "all" else limits.devices
+        return frozenset(f"cuda:{number}" for number in numbers)
+    kind = identify("auto").type if limits.device == "auto" else limits.device
+    return frozenset({kind if ":" in kind or kind in ("cpu", "mps") else f"{kind}:0"})
+
+
+def _overlap(devices: frozenset[str], others: frozenset[str]) -> bool:
+    """Whether two searches would disturb each other: one on the CPU disturbs all."""
+    return "cpu" in devices | others or bool(devices & others)

@@ -1,0 +1,139 @@
+"""The client against a scripted server: refusals, a server that is away or busy for a while, and what is no service."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from autotune_amp import recommend_config
+from autotune_amp.core.errors import FormatError, InvalidRequestError, RunnerError
+from autotune_amp.core.recommendation import Recommendation, SearchInterruptedError
+from autotune_amp.search.progress import Progress
+from autotune_amp.service import client
+from autotune_amp.service.client import recommendation_from
+
+SAVED = Path(__file__).parents[1] / "golden/study/recommendation.json"
+FOUND = json.loads(SAVED.read_text())
+
+
+class Script(BaseHTTPRequestHandler):
+    """Gives the answers of `answers` in turn, and keeps the requests."""
+
+    answers: ClassVar[list[tuple[int, Any]]] = []
+    asked: ClassVar[list[tuple[str, str, Any, str | None]]] = []
+
+    def handle_request(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        content = json.loads(body) if body else None
+        self.asked.append((self.command, self.path, content, self.headers.get("Authorization")))
+        status, document = self.answers.pop(0)
+        self.send_response(status)
+        self.send_header("Retry-After", "0")
+        self.end_headers()
+        self.wfile.write(document if isinstance(document, bytes) else json.dumps(document).encode())
+
+    do_GET = do_POST = do_DELETE = handle_request  # noqa: N815 - names of the base class
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+class Phases(Progress):
+    """Keeps the phases."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def phase(self, text: str) -> None:
+        self.texts.append(text)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(client, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(Script, "answers", [])
+    monkeypatch.setattr(Script, "asked", [])
+    with HTTPServer(("127.0.0.1", 0), Script) as http:
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_port}/"
+        http.shutdown()
+        thread.join()
+
+
+def search(state: str, **fields: Any) -> tuple[int, dict[str, Any]]:
+    return 200, {"id": "a/b", "state": state, "phase": None, "position": 0, "recommendation": None, **fields}
+
+
+def test_it_follows_a_search_to_its_end(server: str) -> None:
+    Script.answers += [
+        search("queued"),
+        (503, {}),
+        search("running", phase="searching"),
+        search("done", recommendation=FOUND),
+    ]
+    progress = Phases()
+    options = {"try_": "none", "batch_size": (8, 16)}
+    found = recommendation_from(server, "mlp", options, progress, token="t" * 16)
+    assert found == Recommendation.load(SAVED)
+    assert progress.texts[-1] == "searching"
+    assert [ask[:2] for ask in Script.asked] == [("POST", "/searches"), *[("GET", "/searches/a%2Fb")] * 3]
+    assert Script.asked[0][2:] == (
+        {"target": "mlp", "options": {"try": "none", "batch_size": "8:16"}},
+        f"Bearer {'t' * 16}",
+    )
+
+
+def test_only_changed_options_are_sent(server: str) -> None:
+    Script.answers += [search("done", recommendation=FOUND)]
+    recommend_config("mlp", server=server, trials=3, quiet=True)
+    assert Script.asked[0][2] == {"target": "mlp", "options": {"trials": 3}}
+    with pytest.raises(InvalidRequestError, match="name"):
+        recommend_config(lambda: None, server=server)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "word"),
+    [
+        ([(422, {"error": {"message": "target is 'x'.", "next_step": "Name mlp."}})], InvalidRequestError, "Name mlp"),
+        ([(404, b"<html>")], RunnerError, "404"),
+        ([(404, {"error": None})], RunnerError, "404"),
+        ([search("failed", error={"message": "No room.", "next_step": "Buy some."})], RunnerError, "Buy some"),
+        ([search("ended", recommendation=FOUND)], SearchInterruptedError, "ended"),
+        ([search("done", recommendation={"config": 1})], FormatError, "version"),
+    ],
+)
+def test_what_is_no_recommendation_is_an_error(
+    answers: list[tuple[int, Any]], error: type[Exception], word: str, server: str
+) -> None:
+    Script.answers += answers
+    with pytest.raises(error, match=word):
+        recommendation_from(server, "mlp", {}, Progress())
+
+
+def test_a_service_that_stays_away_is_given_up(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_PATIENCE_SECONDS", 0.0)
+    Script.answers += [(200, b"no json")]
+    with pytest.raises(RunnerError, match="does not answer"):
+        recommendation_from(server, "mlp", {}, Progress())
+    with pytest.raises(RunnerError, match="does not answer"):
+        recommendation_from("http://127.0.0.1:1", "mlp", {}, Progress())
+    with pytest.raises(InvalidRequestError, match="http"):
+        recommendation_from("file:///etc/passwd", "mlp", {}, Progress())
+
+
+def test_ctrl_c_withdraws_the_request(server: str) -> None:
+    class Interrupted(Progress):
+        def phase(self, text: str) -> None:
+            raise KeyboardInterrupt
+
+    Script.answers += [search("queued"), search("ended")]
+    with pytest.raises(SearchInterruptedError):
+        recommendation_from(server, "mlp", {}, Interrupted())
+    assert Script.asked[-1][:2] == ("DELETE", "/searches/a%2Fb")

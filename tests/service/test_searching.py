@@ -1,0 +1,284 @@
+"""The thread of searches with scripted processes: what runs at the same time, and how each end is saved."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from msgspec.structs import replace
+
+from autotune_amp.service import searching
+from autotune_amp.service.jobs import Queue, Search
+from autotune_amp.service.searching import OptionError, SearchEvents, SearchThread, checked_options
+from autotune_amp.service.settings import Settings, Target
+
+DOCUMENT = {"config": {"precision": "bf16"}}
+BUSY = {"error": {"kind": "study_busy", "message": "Busy.", "next_step": "Wait."}}
+REFUSED = {"error": {"kind": "budget_too_small", "message": "--budget is 1.", "next_step": "Give --budget 2."}}
+
+
+class ScriptedProcess:
+    """A process that ends when the test says so, or when it is interrupted."""
+
+    started: ClassVar[list[ScriptedProcess]] = []
+
+    def __init__(self, arguments: list[str], folder: str, output: Path) -> None:
+        self.arguments, self.folder, self.output = arguments, folder, output
+        self.events = Path(arguments[arguments.index("--events") + 1]) if "--events" in arguments else None
+        self.code: int | None = None
+        self.is_interrupted = self.is_closed = False
+        self.started.append(self)
+
+    def end(self, code: int, document: dict[str, Any]) -> None:
+        self.output.write_text(json.dumps(document))
+        self.code = code
+
+    def interrupt(self) -> None:
+        self.is_interrupted = True
+        if self.code is None:
+            self.end(143, {"error": {"kind": "search_interrupted"}, "best": DOCUMENT})
+
+    def exit_code(self) -> int | None:
+        return self.code
+
+    def document(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.output.read_text())
+        return found
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Service:
+    """Searches of the given targets, and the processes that were started."""
+
+    def __init__(self, folder: Path, **devices: str) -> None:
+        targets = {n: Target(workload=f"{n}.py:f", device=device, folder=str(folder)) for n, device in devices.items()}
+        self.settings = Settings(targets=targets, folder=str(folder))
+        self.folder = folder
+        self.processes = ScriptedProcess.started
+        self.start()
+
+    def start(self) -> None:
+        self.queue = Queue(f"sqlite:///{self.folder / 'queue.db'}", "here", 10)
+        self.thread = SearchThread(self.settings, self.queue)
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.thread.stop()
+        self.queue.close()
+
+    def ask(self, target: str, caller: str = "ann", **options: Any) -> str:
+        return self.thread.submit(target, options, caller).id
+
+    def search(self, id_: str) -> Search:
+        return self.queue.searches[id_]
+
+    def document(self, id_: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.thread.document(self.search(id_)))
+        return found
+
+    def until(self, is_so: Callable[[], object]) -> None:
+        for _ in range(3000):
+            if is_so():
+                return
+            threading.Event().wait(0.01)
+        raise AssertionError("it did not come")
+
+    def process(self, number: int) -> ScriptedProcess:
+        self.until(lambda: len(self.processes) > number)
+        return self.processes[number]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Service]]:
+    monkeypatch.setattr(searching, "_Process", ScriptedProcess)
+    monkeypatch.setattr(searching, "_TICK_SECONDS", 0.01)
+    monkeypatch.setattr(ScriptedProcess, "started", [])
+    made: list[Service] = []
+
+    def make_service(**devices: str) -> Service:
+        made.append(Service(tmp_path, **devices))
+        return made[-1]
+
+    yield make_service
+    for service in made:
+        service.stop()
+
+
+def test_a_search_runs_with_its_options_and_its_end_is_kept(make: Callable[..., Service]) -> None:
+    service = make(mlp="cpu")
+    id_ = service.ask("mlp", precision=["bf16"], memory_limit="1GiB")
+    process = service.process(0)
+    assert process.arguments[0] == "search"
+    assert process.arguments[-1] == "mlp.py:f"
+    for words in ("--memory-limit 1073741824", "--precision bf16", "--device cpu", "--json"):
+        assert words in " ".join(process.arguments)
+    assert process.events is not None
+    best = '{"event": "best", "time": 1.0, "setting": "bf16 batch 8", "outcome": "fast"}\n'
+    process.events.write_text(
+        '{"event": "phase", "time": 1.0, "text": "searching"}\n{"event": "trial"}\n' + best + "{half"
+    )
+    service.until(lambda: service.document(id_)["best"])
+    running = service.document(id_)
+    assert (running["state"], running["phase"], running["num_trials"]) == ("running", "searching", 1)
+    assert running["best"] == {"setting": "bf16 batch 8", "outcome": "fast"}
+    process.end(0, DOCUMENT)
+    service.until(lambda: service.search(id_).state == "done")
+    done = service.document(id_)
+    assert (done["recommendation"], done["best"], done["phase"]) == (DOCUMENT, running["best"], None)
+    assert process.is_closed
+    assert service.thread.num_trials == 1
+
+
+def test_one_search_runs_on_a_device_and_none_overtakes(make: Callable[..., Service]) -> None:
+    service = make(one="cuda:0", other="cuda:1", host="cpu")
+    first, second, third, fourth = (
+        service.ask("one"),
+        service.ask("one", seed=1),
+        service.ask("host"),
+        service.ask("other"),
+    )
+    service.process(0)
+    service.until(lambda: service.search(first).state == "running")
+    assert [service.document(id_)["position"] for id_ in (second, third, fourth)] == [0, 1, 2]
+    service.process(0).end(0, DOCUMENT)
+    service.process(1).end(0, DOCUMENT)
+    host = service.process(2)
+    assert host.arguments[-1] == "host.py:f"
+    assert service.search(fourth).state == "queued", "a search on the CPU would be disturbed"
+    beside = service.ask("one", seed=2)
+    host.end(0, DOCUMENT)
+    service.process(4)
+    assert [service.search(id_).state for id_ in (fourth, beside)] == ["running", "running"]
+
+
+@pytest.mark.parametrize(
+    ("code", "document", "words"),
+    [(2, REFUSED, ("budget_too_small", "budget is 1.", "Give budget=2.")), (-9, {}, ("crash", "-9", ".log"))],
+)
+def test_a_failure_is_told(
+    code: int, document: dict[str, Any], words: tuple[str, ...], make: Callable[..., Service]
+) -> None:
+    service = make(mlp="cpu")
+    id_ = service.ask("mlp")
+    service.process(0).end(code, document)
+    service.until(lambda: service.search(id_).state == "failed")
+    assert all(word in json.dumps(service.document(id_)["error"]) for word in words)
+    assert service.ask("mlp") == id_, "and may be tried again"
+    service.process(1).end(0, DOCUMENT)
+    service.until(lambda: service.search(id_).state == "done")
+    assert service.document(id_)["error"] is None
+
+
+def test_what_ends_with_the_service_goes_on_with_the_next(make: Callable[..., Service]) -> None:
+    service = make(mlp="cpu")
+    running, queued = service.ask("mlp"), service.ask("mlp", seed=1)
+    process = service.process(0)
+    assert process.events is not None
+    process.events.write_text('{"event": "trial"}\n')
+    service.stop()
+    assert process.is_interrupted
+    assert process.is_closed
+    service.start()
+    again = service.process(1)
+    assert again.arguments == process.arguments
+    assert process.events.read_text() == '{"event": "trial"}\n'
+    assert [service.search(id_).state for id_ in (running, queued)] == ["running", "queued"]
+    assert service.document(running)["num_trials"] == 1
+
+
+def test_a_killed_service_has_left_its_search_running(make: Callable[..., Service]) -> None:
+    service = make(mlp="cpu")
+    id_ = service.ask("mlp")
+    service.process(0)
+    service.until(lambda: service.search(id_).state == "running")
+    service.queue.close()  # the old thread hears nothing more, as of a killed process
+    service.thread.is_stopping = True
+    service.thread.join()
+    search = replace(service.search(id_), state="running")
+    other = Queue(f"sqlite:///{service.folder / 'queue.db'}", "here", 10)
+    other.change(id_, state=search.state)
+    other.close()
+    service.start()
+    service.process(1)
+    service.until(lambda: service.search(id_).state == "running")
+
+
+def test_a_study_that_somebody_uses_is_tried_again(
+    make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searching, "_BUSY_SECONDS", 0.02)
+    service = make(mlp="cpu")
+    id_ = service.ask("mlp")
+    service.process(0).end(2, BUSY)
+    service.process(1).end(0, DOCUMENT)
+    service.until(lambda: service.search(id_).state == "done")
+
+
+def test_a_search_is_ended_once_all_have_withdrawn_and_its_best_is_kept(make: Callable[..., Service]) -> None:
+    service = make(mlp="cpu")
+    id_ = service.ask("mlp", "ann")
+    service.ask("mlp", "ben")
+    process = service.process(0)
+    service.until(lambda: service.search(id_).state == "running")
+    service.thread.withdraw(service.search(id_), "ann")
+    service.thread.withdraw(service.search(id_), "ben")
+    service.until(lambda: service.search(id_).state == "ended")
+    assert process.is_interrupted
+    assert service.document(id_)["recommendation"] == DOCUMENT
+
+
+def test_a_target_that_is_gone_fails(make: Callable[..., Service]) -> None:
+    service = make(mlp="cpu")
+    running = service.ask("mlp")
+    gone = service.ask("mlp", seed=1)
+    service.process(0)
+    service.stop()
+    service.settings = replace(service.settings, targets={"other": service.settings.targets["mlp"]})
+    service.start()
+    service.until(lambda: service.search(gone).state == "failed")
+    assert service.search(running).state == "failed"
+    assert "mlp" in service.document(gone)["error"]["message"]
+
+
+def test_devices_are_probed_when_nothing_runs(make: Callable[..., Service]) -> None:
+    service = make(mlp="cpu", gpu="cuda:0")
+    service.ask("mlp")
+    search = service.process(0)
+    service.thread.want_hardware()
+    search.end(0, DOCUMENT)
+    for number, device in ((1, "cpu"), (2, "cuda:0")):
+        probe = service.process(number)
+        assert probe.arguments == ["probe", "--json", "--device", device]
+        probe.end(0, {"hardware": device}) if device == "cpu" else probe.end(2, BUSY)
+    service.until(lambda: service.thread.hardware)
+    assert service.thread.hardware == {"cpu": "cpu", "cuda:0": BUSY["error"]}
+
+
+def test_options_are_those_of_the_target_at_most() -> None:
+    target = Target(workload="a.py:b", budget=900, memory_limit="2GiB")
+    assert checked_options(target, {}).budget_seconds == 600
+    assert checked_options(target, {}).memory_limit == 2 << 30
+    assert checked_options(target, {"budget": 900, "memory_limit": 5}).memory_limit == 5
+    for asked in ({"budget": 901}, {"memory_limit": "3GiB"}):
+        with pytest.raises(OptionError) as refused:
+            checked_options(target, asked)
+        assert refused.value.field in asked
+
+
+def test_events_are_read_as_they_are_written(tmp_path: Path) -> None:
+    events = SearchEvents(tmp_path / "events.jsonl")
+    assert not events.read()
+    with events.path.open("w") as file:
+        print('{"event": "phase", "text": "one"}\n{"event": "no', end="", file=file, flush=True)
+        assert events.read()
+        assert (events.phase, len(events.lines)) == ("one", 1)
+        print('te"}\nhalf{\n[1]\n{"event": "phase", "text": "two"}', file=file, flush=True)
+        assert events.read()
+    assert (events.phase, len(events.lines)) == ("two", 3)
+    assert events.lines[2] == b'id: 2\nevent: phase\ndata: {"event": "phase", "text": "two"}\n\n'
