@@ -34,8 +34,8 @@ precision → core`, `integrations → runtime → numerics`.
       runtime/        the training job: PrecisionController, its `policy` (pure: when to step down), its diagnosis
       integrations/   Lightning, Transformers, Accelerate, exports for these and others, sinks for a run's metrics
       report/         what is shown: terminal, progress, report.html, dashboard
-      service/        `autotune-amp serve`: searches on request over HTTP, and the runs that post their metrics; the only
-                      place that knows FastAPI
+      service/        `autotune-amp serve`: searches on request over HTTP, and training runs that post their metrics;
+                      the only place that knows FastAPI
       workloads.py    the built-in one
     studies/          one folder for each question answered by measurement, and the facts that the code relies on
     tests/            mirrors the source; needs no GPU and no network

@@ -22,6 +22,7 @@ from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.search.answer.decide import rerank
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.service.jobs import WAITING, ForbiddenError, QueueFullError, Search, State, UnknownError
+from autotune_amp.service.runs import RunStore, prometheus_text, router
 from autotune_amp.service.searching import OptionError, SearchThread, checked_option, error_fields, server_sent_event
 
 _FOLLOW_SECONDS = 0.5  # between two looks for new events
@@ -99,8 +100,8 @@ def caller(request: Request) -> str:
     return name
 
 
-def create_app(searches: SearchThread) -> FastAPI:
-    """Return the application that serves these searches."""
+def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
+    """Return the application that serves these searches and training runs."""
     app = FastAPI(title="autotune_amp", version=__version__, summary="Searches on request, and what was measured.")
     targets = searches.settings.targets
 
@@ -197,10 +198,11 @@ def create_app(searches: SearchThread) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Return counters of the service, as text for Prometheus."""
-        text = metrics_text(searches, request.app.state.num_answers)
+        """Return counters of the service and the newest metrics of live runs, as text for Prometheus."""
+        text = metrics_text(searches, request.app.state.num_answers) + await asyncio.to_thread(prometheus_text, runs)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
+    app.include_router(router(runs, caller))
     return app
 
 

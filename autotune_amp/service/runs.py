@@ -43,8 +43,8 @@ from autotune_amp.report.run_page import run_page
 from autotune_amp.runtime.policy import RecordKind
 from autotune_amp.runtime.run_log import Line, LoggedRun, MoveLine, SampleLine
 from autotune_amp.runtime.status import METRICS, PREFIX, Readings
+from autotune_amp.service.gate import MAX_BODY_BYTES
 
-MAX_BODY_BYTES = 64 << 10
 LIVE_SECONDS = 900  # since the last post: 64 updates of a slow training run can take minutes
 ShortText = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 _RUN_ID = re.compile(r"[0-9a-f]{32}")

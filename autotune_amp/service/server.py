@@ -18,6 +18,7 @@ from autotune_amp.core.errors import InvalidRequestError, StudyBusyError
 from autotune_amp.service.app import create_app
 from autotune_amp.service.gate import Gate, TimedProtocol
 from autotune_amp.service.jobs import Queue
+from autotune_amp.service.runs import RunStore
 from autotune_amp.service.searching import SearchThread
 from autotune_amp.service.settings import Settings
 
@@ -60,7 +61,7 @@ def open_service(settings: Settings, tokens: Mapping[str, str]) -> Iterator[Serv
         database = settings.database or f"sqlite:///{folder / 'queue.db'}"
         queue = Queue(database, f"{platform.node()}:{folder}", settings.max_queued)
         searches = SearchThread(settings, queue)
-        app = create_app(searches)
+        app = create_app(searches, RunStore(queue.engine))
         gate = Gate(app, tokens, settings.requests_per_minute)
         app.state.num_answers = gate.num_answers
         config = uvicorn.Config(
