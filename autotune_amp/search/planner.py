@@ -425,7 +425,11 @@ class Planner:
             seconds = (2 * seconds + min(job_defaults.setup_seconds, seconds)) / 3
         elif is_hopelessly_slow(job_defaults.hardware, setting.precision):
             used_seconds = sum(r.seconds for r in ledger.records if r.candidate.precision == setting.precision)
-            longest_seconds = max(r.seconds for r in ledger.records if isinstance(r.outcome, Measurement))
+            measured = [(r.seconds, r.outcome) for r in ledger.records if isinstance(r.outcome, Measurement)]
+            # The steps that described a command are a record too, but were taken before it began.
+            longest_seconds = max(
+                max(seconds, m.first_step_seconds + m.num_steps_taken * m.step_seconds) for seconds, m in measured
+            )
             seconds = min(seconds, HOPELESS_TIMES * longest_seconds - used_seconds)
         if setting.is_compiled:  # compilation time is unknown
             seconds = min(seconds, self.budget.left() / 2)

@@ -57,16 +57,18 @@ def failures(records: Sequence[Record]) -> dict[Setting, Failure]:
 
     These do not count: a confirmation cut off by the budget; a run without the recommended environment, on one rank, or
     at a larger effective batch; a search trial that timed out although another trial of its candidate did not (the
-    machine stalled); a first crash, since anybody may kill a process; and a process that was still loading. Failures of
-    checks are handled by `fidelity_verdicts`, `accumulation_result` and `loss_scales`.
+    machine stalled); a first crash, since anybody may kill a process; and a first process that was still loading.
+    Failures of checks are handled by `fidelity_verdicts`, `accumulation_result` and `loss_scales`.
     """
     measured_settings = {r.candidate for r in records if r.purpose == "search" and isinstance(r.outcome, Measurement)}
     failures_by_setting: dict[Setting, Failure] = {}
+    loaded_too_long = set[Setting]()
     for record in without_first_crashes([r for r in records if is_trial(r)]):
         failure, purpose = record.outcome, record.purpose
         if not isinstance(failure, Failure) or purpose in ("plain", "one_rank", "outlook"):
             continue
-        if failure.is_loading:
+        if failure.is_loading and record.candidate not in loaded_too_long:
+            loaded_too_long.add(record.candidate)
             continue
         is_stalled = purpose == "confirm" or (purpose == "search" and record.candidate in measured_settings)
         if failure.kind != "timeout" or not is_stalled:

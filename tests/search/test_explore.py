@@ -68,13 +68,15 @@ def test_a_job_may_load_for_as_long_as_the_search_has_time() -> None:
     assert [spec.loading_seconds for spec in search.backend.specs] == [30.0]
 
 
-def test_a_process_that_was_still_loading_when_time_was_up_speaks_against_nothing() -> None:
+def test_a_first_process_that_was_still_loading_when_time_was_up_speaks_against_nothing() -> None:
     slow = Failure(kind="timeout", message="the workload takes more than 9 s to load", is_loading=True)
     ledger = known([record(1, candidate("bf16", 64), slow)])
     assert ledger.failures == {}
     assert ledger.outcomes == {}, "it may be tried again"
     assert ledger.num_failures == 0
     assert nothing_works_error(ledger, (), has_stepped=False) is None, "the budget was too small, and nothing is wrong"
+    again = known([record(number, candidate("bf16", 64), slow) for number in (1, 2)])
+    assert set(again.failures) == {candidate("bf16", 64)}, "it is not tried for ever"
 
 
 @pytest.mark.parametrize(("times", "is_run"), [(0.9, False), (1.1, True)])

@@ -162,6 +162,17 @@ def test_a_larger_batch_gets_as_much_more_time_for_its_first_step() -> None:
     assert first_step_seconds == pytest.approx([60.0, 120.0])
 
 
+def test_an_emulated_precision_has_time_for_its_start_though_the_baseline_was_measured_as_it_was_described() -> None:
+    search = searched()
+    search.job_defaults = replace(search.job_defaults, hardware=hardware({"fp32": 1.0, "bf16": 0.01}))
+    search.backend._answer = lambda job: replace(measured(job, 1000.0), first_step_seconds=17.0)
+    search.measure(FP32)
+    (first,) = search.ledger.records
+    described_first = Ledger(SPACE, [replace(first, seconds=0.014)])
+    deadline_seconds = search.planner.trial(described_first, BF16, 100.0).deadline_seconds
+    assert 2 * 17.0 <= deadline_seconds < 100.0
+
+
 def test_a_step_of_one_rank_is_held_against_its_share_of_all_ranks_throughput() -> None:
     cuts = []
     for num_ranks in (1, 2):
