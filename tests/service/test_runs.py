@@ -213,6 +213,19 @@ def test_a_post_that_is_no_runs_is_refused_and_nothing_is_kept(served: Served, b
     assert served.ask(f"/runs/{run_id}").status == 404
 
 
+def test_numbers_at_their_limits_break_nothing(served: Served) -> None:
+    run_id = new_id()
+    names = ("scale", "step_seconds", "mfu", "temperature_celsius", "sm_clock_mhz", "tokens_per_second")
+    large = dict.fromkeys(names, 1e30) | {"loss": 1e308, "throttling": 1}
+    small = {"scale": 0.0, "loss": -1e308, "temperature_celsius": -1e30, "saved_memory_bytes": -(2**62)}
+    for number, seconds in enumerate((0.0, 1e30, 0.0, 1e30)):
+        more = large if number % 2 else small
+        posted = served.post(run_id, readings(number, number * 2**60, elapsed_seconds=seconds) | more)
+        assert posted.status == 204
+    for path in ("/runs", f"/runs/{run_id}", f"/runs/{run_id}/page", "/metrics"):
+        assert served.ask(path).status == 200
+
+
 def test_a_body_of_many_chunks_is_refused_too(served: Served) -> None:
     chunks = iter([b"x" * 1024] * 100)
     request = urllib.request.Request(f"{served.address}/runs/{new_id()}", chunks, {"Authorization": f"Bearer {ANN}"})
@@ -283,7 +296,7 @@ for number in range(10**6):
 
 
 def test_a_killed_service_still_has_its_runs(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, tmp_path / "runs.db", json.dumps(GOOD)]
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "runs.db"), json.dumps(GOOD)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         while int(process.stdout.readline()) < 20:
