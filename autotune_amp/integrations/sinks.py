@@ -190,7 +190,7 @@ def http(server: str, token: str | None = None, *, name: str | None = None) -> S
             "The token of the sink holds a space, a line break or a letter beyond ASCII.",
             "Pass the token as the service has it, without what surrounds it in its file.",
         )
-    script = Path(sys.argv[0]).name or "python"
+    script = Path(next(iter(sys.argv), "")).name or "python"
     poster = _RunPoster(server.rstrip("/"), token, name or f"{script} on {platform.node()}")
     log.info("The run is shown at %s/page", poster.address)
     return poster
@@ -201,7 +201,7 @@ class _RunPoster(BatchSink):
 
     def __init__(self, server: str, token: str, name: str) -> None:
         self.address = f"{server}/runs/{uuid.uuid4().hex}"
-        self._name = name[:MAX_TEXT]
+        self._name = one_line(name)[:MAX_TEXT]
         self._headers = {"Content-Type": "application/json"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"

@@ -24,6 +24,9 @@ PREFIX = "autotune_amp/"
 MOVE, BEFORE, REASON, PINNED_MODULES = (PREFIX + name for name in ("move", "before", "reason", "pinned_modules"))
 
 
+_ZeroOrOne = Annotated[int, msgspec.Meta(ge=0, le=1)]
+
+
 def _meta(description: str, unit: str = "1") -> msgspec.Meta:
     """Return the metadata of a metric. Its unit is written as in UCUM, which OpenTelemetry requires."""
     return msgspec.Meta(description=description, extra={"unit": unit})
@@ -85,7 +88,7 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True, rename=_metric_name):
     temperature_celsius: Annotated[Number | None, _meta("Temperature of the GPU.", "Cel")] = None
     sm_clock_mhz: Annotated[NotNegative | None, _meta("Clock of the GPU's multiprocessors.", "MHz")] = None
     power_watts: Annotated[NotNegative | None, _meta("Power that the GPU draws.", "W")] = None
-    throttling: Annotated[Whole | None, _meta("1 while heat or power lowers the GPU's clocks, else 0.")] = None
+    throttling: Annotated[_ZeroOrOne | None, _meta("1 while heat or power lowers the GPU's clocks, else 0.")] = None
 
 
 class Metric(NamedTuple):

@@ -35,7 +35,7 @@ from sqlalchemy import (
     update,
 )
 
-from autotune_amp.core.documents import NotNegative, Whole, cause, decode
+from autotune_amp.core.documents import Whole, cause, decode
 from autotune_amp.core.precisions import Precision
 from autotune_amp.integrations.sinks import MAX_POSTED, MAX_TEXT
 from autotune_amp.report.files import RELOAD_SECONDS
@@ -107,7 +107,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
     began: float
     heard: float
     newest: PostedReadings
-    seconds_by_precision: dict[Precision, NotNegative]
+    seconds_by_precision: dict[Precision, float]
 
     @property
     def is_live(self) -> bool:

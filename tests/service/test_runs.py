@@ -213,6 +213,19 @@ def test_a_post_that_is_no_runs_is_refused_and_nothing_is_kept(served: Served, b
     assert served.ask(f"/runs/{run_id}").status == 404
 
 
+def test_numbers_at_their_limits_break_nothing(served: Served) -> None:
+    run_id = new_id()
+    names = ("scale", "step_seconds", "mfu", "temperature_celsius", "sm_clock_mhz", "tokens_per_second")
+    large = dict.fromkeys(names, 1e30) | {"loss": 1e308, "throttling": 1}
+    small = {"scale": 0.0, "loss": -1e308, "temperature_celsius": -1e30, "saved_memory_bytes": -(2**62)}
+    for number, seconds in enumerate((0.0, 1e30, 0.0, 1e30)):
+        more = large if number % 2 else small
+        posted = served.post(run_id, readings(number, number * 2**60, elapsed_seconds=seconds) | more)
+        assert posted.status == 204
+    for path in ("/runs", f"/runs/{run_id}", f"/runs/{run_id}/page", "/metrics"):
+        assert served.ask(path).status == 200
+
+
 def test_a_body_of_many_chunks_is_refused_too(served: Served) -> None:
     chunks = iter([b"x" * 1024] * 100)
     request = urllib.request.Request(f"{served.address}/runs/{new_id()}", chunks, {"Authorization": f"Bearer {ANN}"})
@@ -269,20 +282,22 @@ def test_the_newest_values_and_the_runs_heard_of_last_are_kept(tmp_path: Path) -
 
 
 KILLED = """
-import sys, time
-from pathlib import Path
-sys.path.insert(0, {here!r})
-from test_runs import *
-with store_at(Path(sys.argv[1])) as store:
-    for number in range(10**6):
-        store.append("a" * 32, ANN, post_of(readings(number, number)))
-        print(number, flush=True)
+import json, sys
+from sqlalchemy import create_engine
+from autotune_amp.core.documents import decode
+from autotune_amp.service.runs import RunPost, RunStore
+store = RunStore(create_engine("sqlite:///" + sys.argv[1]))
+first = json.loads(sys.argv[2])
+for number in range(10**6):
+    values = [first | {"number": number, "update": number}]
+    store.append("a" * 32, "ann", decode(json.dumps({"name": "run", "values": values}), RunPost))
+    print(number, flush=True)
 """
 
 
 def test_a_killed_service_still_has_its_runs(tmp_path: Path) -> None:
-    program = KILLED.format(here=str(Path(__file__).parent))
-    with subprocess.Popen([sys.executable, "-c", program, tmp_path / "runs.db"], stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "runs.db"), json.dumps(GOOD)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         while int(process.stdout.readline()) < 20:
             pass
@@ -291,7 +306,7 @@ def test_a_killed_service_still_has_its_runs(tmp_path: Path) -> None:
         (run,) = store.runs()
         assert run.newest.update >= 20
         assert [line.update for line in store.log(run.id).lines] == list(range(run.newest.update + 1))
-        store.append(run.id, ANN, post_of(readings(run.newest.number + 1, 10**6)))
+        store.append(run.id, "ann", post_of(readings(run.newest.number + 1, 10**6)))
         assert store.runs()[0].newest.update == 10**6
 
 
@@ -316,6 +331,7 @@ def test_prometheus_reads_live_runs(served: Served, monkeypatch: pytest.MonkeyPa
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.real_time
 def test_the_page_follows_the_run_in_a_browser_and_foreign_text_is_text(served: Served, browser: Browser) -> None:
     run_id = new_id()
     warm = {"temperature_celsius": 61.0, "sm_clock_mhz": 1410.0, "power_watts": 300.0, "throttling": 0}
