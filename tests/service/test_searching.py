@@ -180,16 +180,18 @@ def test_what_ends_with_the_service_goes_on_with_the_next(make: Callable[..., Se
     running, queued = service.ask("mlp"), service.ask("mlp", seed=1)
     process = service.process(0)
     assert process.events is not None
-    process.events.write_text('{"event": "trial"}\n')
+    lines = '{"event": "phase", "text": "searching"}\n{"event": "trial"}\n'
+    process.events.write_text(lines)
     service.stop()
     assert process.is_interrupted
     assert process.is_closed
     service.start()
     again = service.process(1)
     assert again.arguments == process.arguments
-    assert process.events.read_text() == '{"event": "trial"}\n'
+    assert process.events.read_text() == lines
     assert [service.search(id_).state for id_ in (running, queued)] == ["running", "queued"]
     assert service.document(running)["num_trials"] == 1
+    assert service.document(running)["phase"] is None, "its process is only starting"
 
 
 def test_a_killed_service_has_left_its_search_running(make: Callable[..., Service]) -> None:
