@@ -9,14 +9,13 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse
-from fastapi.routing import APIRoute
 from sqlalchemy import (
     BigInteger,
     Column,
@@ -36,6 +35,7 @@ from sqlalchemy import (
 )
 
 from autotune_amp.core.documents import Whole, cause, decode
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.precisions import Precision
 from autotune_amp.integrations.sinks import MAX_POSTED, MAX_TEXT
 from autotune_amp.report.files import RELOAD_SECONDS
@@ -43,7 +43,7 @@ from autotune_amp.report.run_page import run_page
 from autotune_amp.runtime.policy import RecordKind
 from autotune_amp.runtime.run_log import Line, LoggedRun, MoveLine, SampleLine
 from autotune_amp.runtime.status import METRICS, PREFIX, Readings
-from autotune_amp.service.gate import MAX_BODY_BYTES
+from autotune_amp.service.jobs import ForbiddenError, UnknownError
 
 LIVE_SECONDS = 900  # since the last post: 64 updates of a slow training run can take minutes
 ShortText = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
@@ -167,11 +167,11 @@ class RunStore:
         _METADATA.create_all(engine)
 
     def append(self, run_id: str, owner: str, post: RunPost) -> None:
-        """Store what a run posted; begin the run if it is new. Raises `PermissionError` if another caller began it."""
+        """Store what a run posted; begin the run if it is new. Raises `ForbiddenError` if another caller began it."""
         with self._writing, self._engine.begin() as connection:
             run = _stored_run(connection, run_id)
             if run is not None and run.owner != owner:
-                raise PermissionError(f"The run {run_id} was begun by another caller.")
+                raise ForbiddenError(f"The run {run_id} was begun by another caller.", "Begin a run of your own.")
             after = -1 if run is None else run.newest.number
             values = sorted({each.number: each for each in post.values if each.number > after}.items())
             if not values:
@@ -277,51 +277,21 @@ def _labels(run: StoredRun) -> str:
     return f'{{run="{run.id}",name="{escaped}",precision="{run.newest.precision}"}}'
 
 
-async def _read_body(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise _RefusedError(413, f"The body has more than {MAX_BODY_BYTES} bytes.", "Post fewer values at once.")
-    return bytes(body)
-
-
-class _RefusedError(Exception):
-    """Raised in a route to refuse the request."""
-
-    def __init__(self, status: int, message: str, next_step: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.document = {"error": {"kind": "refused", "message": message, "next_step": next_step}, "field": None}
-
-
-class _RefusingRoute(APIRoute):
-    """Route that answers a `_RefusedError` with its status and document."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the function that answers a request."""
-        answer = super().get_route_handler()
-
-        async def answer_or_refuse(request: Request) -> Response:
-            try:
-                return await answer(request)
-            except _RefusedError as error:
-                return _json(error.document, error.status)
-
-        return answer_or_refuse
+async def _body(request: Request) -> bytes:
+    return await request.body()
 
 
 def router(store: RunStore, caller: Callable[..., str]) -> APIRouter:
     """Return the routes of the runs in `store`. `caller` is a dependency that returns the identity of who asks.
 
-    Everyone whom `caller` lets pass can see all runs.
+    Everyone can see all runs. The routes raise errors of `AutotuneAmpError`, which the application answers.
     """
-    routes = APIRouter(prefix="/runs", tags=["runs"], dependencies=[Depends(caller)], route_class=_RefusingRoute)
+    routes = APIRouter(prefix="/runs", tags=["runs"])
 
     def known(run_id: str) -> StoredRun:
         run = store.run(run_id) if _RUN_ID.fullmatch(run_id) else None
         if run is None:
-            raise _RefusedError(404, "There is no run of this id.", "GET /runs lists the runs that are kept.")
+            raise UnknownError("There is no run of this ID.", "GET /runs lists the runs that are kept.")
         return run
 
     @routes.get("")
@@ -331,19 +301,18 @@ def router(store: RunStore, caller: Callable[..., str]) -> APIRouter:
 
     @routes.post("/{run_id}", status_code=204)
     def post_metrics(
-        run_id: str, owner: Annotated[str, Depends(caller)], body: Annotated[bytes, Depends(_read_body)]
+        run_id: str, owner: Annotated[str, Depends(caller)], body: Annotated[bytes, Depends(_body)]
     ) -> Response:
         """Store metrics of a run. Its first post begins it, with an id of 32 hexadecimal digits of its own choice."""
         if not _RUN_ID.fullmatch(run_id):
-            raise _RefusedError(422, "The id of the run is not of 32 hexadecimal digits.", "Post with the sink http().")
+            raise InvalidRequestError("The run's ID is not of 32 hexadecimal digits.", "Post with the sink http().")
         try:
             post = decode(body, RunPost)
         except msgspec.MsgspecError as error:
-            raise _RefusedError(422, f"The body is not valid: {cause(error)}.", "Post with the sink http().") from error
-        try:
-            store.append(run_id, owner, post)
-        except PermissionError as error:
-            raise _RefusedError(403, str(error), "Begin a run of your own.") from error
+            raise InvalidRequestError(
+                f"The body is not valid: {cause(error)}.", "Post with the sink http()."
+            ) from error
+        store.append(run_id, owner, post)
         return Response(status_code=204)
 
     @routes.get("/{run_id}")
@@ -364,5 +333,5 @@ def router(store: RunStore, caller: Callable[..., str]) -> APIRouter:
     return routes
 
 
-def _json(document: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(document), status, media_type="application/json")
+def _json(document: object) -> Response:
+    return Response(msgspec.json.encode(document), media_type="application/json")

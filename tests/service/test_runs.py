@@ -20,8 +20,6 @@ from urllib.error import HTTPError
 import pytest
 import torch
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import PlainTextResponse
 from playwright.sync_api import Browser, Dialog
 from sqlalchemy import create_engine
 from torch import nn
@@ -32,18 +30,15 @@ from autotune_amp.integrations.sinks import http
 from autotune_amp.runtime import run_log
 from autotune_amp.runtime.run_log import MoveLine
 from autotune_amp.service import runs
-from autotune_amp.service.runs import MAX_BODY_BYTES, RunPost, RunStore, prometheus_text, router
+from autotune_amp.service.app import create_app
+from autotune_amp.service.gate import MAX_BODY_BYTES, Gate
+from autotune_amp.service.jobs import Queue
+from autotune_amp.service.runs import RunPost, RunStore, prometheus_text
+from autotune_amp.service.searching import SearchThread
+from autotune_amp.service.settings import Settings
 
 ANN, BOB = "token-of-ann", "token-of-bob"
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script><b>bold</b>"
-
-
-def caller(request: Request) -> str:
-    """Who holds the token."""
-    token = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    if token not in (ANN, BOB):
-        raise HTTPException(401)
-    return token
 
 
 class Answer(NamedTuple):
@@ -79,12 +74,13 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    engine = create_engine(f"sqlite:///{tmp_path_factory.mktemp('service') / 'runs.db'}")
-    store = RunStore(engine, max_runs=50, max_values=100)
-    app = FastAPI()
-    app.include_router(router(store, caller))
-    app.get("/metrics", response_class=PlainTextResponse)(lambda: prometheus_text(store))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off", ws="none"))
+    folder = tmp_path_factory.mktemp("service")
+    queue = Queue(f"sqlite:///{folder / 'queue.db'}", "test", max_queued=1)
+    store = RunStore(queue.engine, max_runs=50, max_values=100)
+    app = create_app(SearchThread(Settings(folder=str(folder), targets={}), queue), store)
+    gate = Gate(app, {ANN: "ann", BOB: "bob"}, requests_per_minute=10**6)
+    app.state.num_answers = gate.num_answers
+    server = uvicorn.Server(uvicorn.Config(gate, port=0, log_config=None, lifespan="off", ws="none"))
     thread = threading.Thread(target=server.run)
     thread.start()
     deadline = time.monotonic() + 60
@@ -94,7 +90,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     yield Served(f"http://127.0.0.1:{port}", store)
     server.should_exit = True
     thread.join()
-    engine.dispose()
+    queue.close()
 
 
 def new_id() -> str:
@@ -315,7 +311,7 @@ def test_prometheus_reads_live_runs(served: Served, monkeypatch: pytest.MonkeyPa
     name = 'a "name"\\ of\ntwo lines # {x="y"} 1'
     served.post(run_id, readings(0, 64, temperature_celsius=61, throttling=0), name=name)
     text = served.ask("/metrics").body.decode()
-    assert all(re.fullmatch(r"# (HELP|TYPE) \w+ .+|\w+\{.*\} [-+.e\d]+", line) for line in text.splitlines())
+    assert all(re.fullmatch(r"# (HELP|TYPE) \w+ .+|\w+(\{.*\})? [-+.e\d]+", line) for line in text.splitlines())
     own = [line for line in text.splitlines() if run_id in line]
     labels = rf'{{run="{run_id}",name="a \"name\"\\ of\ntwo lines # {{x=\"y\"}} 1",precision="fp16"}}'
     told = dict(line.rsplit(" ", 1) for line in own)
