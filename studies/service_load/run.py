@@ -21,6 +21,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 HERE = Path(__file__).parent
 RAW = HERE / "raw.jsonl"
 BEGIN, END = "<!-- run.py table -->\n", "<!-- end of table -->"
@@ -126,8 +128,11 @@ def run(budget_seconds: float) -> dict[str, Any]:
             url = json.loads(service.stdout.readline())["url"]
             body = {"target": "mlp", "options": {**OPTIONS, "budget": budget_seconds}}
             id_ = ask("POST", f"{url}/searches", body)["id"]
+            cpu = psutil.Process(service.pid).cpu_times()
+            cpu_before = cpu.user + cpu.system
             phases, seconds = asyncio.run(poll_while_running(url, id_))
             state = ask("GET", f"{url}/searches/{id_}")
+            cpu = psutil.Process(service.pid).cpu_times()
         finally:
             service.terminate()
             service.wait()
@@ -139,6 +144,7 @@ def run(budget_seconds: float) -> dict[str, Any]:
             "answer_seconds": [round(each, 4) for each in sorted(seconds)[:: max(1, len(seconds) // 200)]],
             "num_requests": NUM_CLIENTS * len(phases),
             "num_answers": len(seconds),
+            "service_cpu_seconds": cpu.user + cpu.system - cpu_before,
             "processes": split(steps.read_text(), phases),
         }
 
@@ -160,32 +166,33 @@ def split(text: str, phases: list[tuple[float, float]]) -> list[dict[str, list[f
 
 
 def table() -> str:
-    columns = ("run", "cores", "load", "clients", "answers", "answer, median", "processes", "steps with, without")
+    columns = ("run", "cores", "load", "clients", "answers", "answer, median", "the service's CPU for one", "processes")
     rows = [
-        f"| {' | '.join(columns)} | change of the median step, 95 % |",
-        "|---" * 9 + "|",
+        f"| {' | '.join(columns)} | steps with, without | change of the median step, 95 % |",
+        "|---" * 10 + "|",
     ]
     for number, line in enumerate(RAW.read_text().splitlines(), start=1):
         run = json.loads(line)
         changes = [math.log(statistics.median(p["with"]) / statistics.median(p["without"])) for p in run["processes"]]
-        mean = statistics.mean(changes)
-        error = 1.96 * statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.inf
-        low, mid, high = (100 * math.expm1(value) for value in (mean - error, mean, mean + error))
         num = {kind: sum(len(p[kind]) for p in run["processes"]) for kind in ("with", "without")}
-        answer = 1000 * statistics.median(run["answer_seconds"])
         cells = (
-            *(
-                number,
-                run["cores"],
-                f"{run['load_average']:.1f}",
-                run["num_clients"],
-                f"{run['num_answers']:,} of {run['num_requests']:,}",
-            ),
-            *(f"{answer:.0f} ms", len(changes), f"{num['with']:,}, {num['without']:,}"),
-            f"{mid:+.1f} % ({low:+.1f} to {high:+.1f})",
+            *(number, run["cores"], f"{run['load_average']:.1f}", run["num_clients"]),
+            f"{run['num_answers']:,} of {run['num_requests']:,}",
+            f"{1000 * statistics.median(run['answer_seconds']):.0f} ms",
+            f"{1000 * run['service_cpu_seconds'] / run['num_answers']:.2f} ms",
+            *(len(changes), f"{num['with']:,}, {num['without']:,}", interval(changes)),
         )
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
+
+
+def interval(changes: list[float]) -> str:
+    """The mean change in percent with its interval, of changes as logarithms."""
+    if len(changes) < 2:
+        return "too few processes"
+    mean, error = statistics.mean(changes), 1.96 * statistics.stdev(changes) / math.sqrt(len(changes))
+    low, mid, high = (100 * math.expm1(value) for value in (mean - error, mean, mean + error))
+    return f"{mid:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
 def main() -> None:
