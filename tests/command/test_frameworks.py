@@ -8,7 +8,7 @@ from statistics import mode
 
 import pytest
 import torch
-from commands import run
+from commands import TORCHRUN, run
 
 from autotune_amp.command.agent.outside import frameworks
 from autotune_amp.command.command import Command
@@ -136,7 +136,7 @@ def test_only_the_arguments_that_a_trainer_receives_are_set(tmp_path: Path, posi
     assert {one.line.rpartition(":")[2] for one in rank.sets} == {str(line)}
 
 
-FSDP2 = """
+LAUNCHED = """
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
 num_processes: 2
@@ -147,26 +147,51 @@ use_cpu: false
 mixed_precision: {precision=fp32:bf16='bf16'|fp32='no'}
 fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: NO_WRAP}
 """
+# Of torch itself: on a CPU Accelerate uses DDP, whatever its file says.
+FSDP2 = """
+import sys
+from torch.distributed import init_device_mesh, init_process_group
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+init_process_group("gloo")
+model = Model()
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if sys.argv[1] == "bf16" else None)
+fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+assert isinstance(model, FSDPModule)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for batch in torch.utils.data.DataLoader(data, batch_size=4, shuffle=True):
+    model(**batch)["loss"].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="accelerate would give each rank a device of its own")
-def test_accelerates_file_starts_two_ranks_of_fsdp2_in_a_precision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    check = "from torch.distributed.fsdp import FSDPModule\nassert isinstance(model, FSDPModule)\n"
-    (tmp_path / "train.py").write_text(PREAMBLE + ACCELERATE.replace("for batch", f"{check}for batch"))
-    (tmp_path / "fsdp.yaml").write_text(FSDP2)
-    line = CommandTemplate.of("accelerate launch --config_file fsdp.yaml train.py", files=["fsdp.yaml"])
+def in_bf16(line: CommandTemplate) -> list[str | None]:
+    """The precision that each rank of the command runs in when bf16 is asked for."""
     completed = Command(line).run(
         Setting(precision="bf16", batch_size=4),
         Deadlines(whole_seconds=200.0),
         lambda events: events.num_steps >= 8,
         Watcher(),
     )
-    assert completed.verdict == "measured"
-    assert [precision_of(rank) for rank in completed.events.ranks.values()] == ["bf16", "bf16"]
+    assert completed.verdict == "measured", completed.verdict
+    return [precision_of(rank) for rank in completed.events.ranks.values()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="accelerate would give each rank a device of its own")
+def test_accelerates_file_starts_two_ranks_in_a_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(PREAMBLE + ACCELERATE)
+    (tmp_path / "launch.yaml").write_text(LAUNCHED)
+    line = CommandTemplate.of("accelerate launch --config_file launch.yaml train.py", files=["launch.yaml"])
+    assert in_bf16(line) == ["bf16", "bf16"]
+
+
+@pytest.mark.slow
+def test_two_ranks_of_fsdp2_run_in_a_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(PREAMBLE + FSDP2)
+    assert in_bf16(CommandTemplate.of([*TORCHRUN, "train.py", "{precision=fp32}"])) == ["bf16", "bf16"]
 
 
 @pytest.mark.parametrize(
