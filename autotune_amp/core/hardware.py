@@ -24,6 +24,14 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     matmul_flops_per_second: NotNegative | None = None
 
+    @property
+    def peak_flops_per_second(self) -> float | None:
+        """Return the measured rate of matrix products if no training can be faster, else None.
+
+        Products of an emulated precision may be faster in other sizes than the one that was measured.
+        """
+        return self.matmul_flops_per_second if self.level == "native" else None
+
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory in bytes. `available` is the least of device, container limit and memory free of other processes.

@@ -492,7 +492,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         num_sharing = self.num_ranks if self.hardware.identity.type == "cpu" else 1
         weights = "fp32" if self.workload is None else self.workload.weights
         products = {p: product_precision(p, weights, as_found=self.config.as_found) for p in PRECISIONS}
-        rates = {p: capability.matmul_flops_per_second for p, capability in self.hardware.precisions.items()}
+        rates = {p: capability.peak_flops_per_second for p, capability in self.hardware.precisions.items()}
         return MeasuredFlops(
             flops_per_sample=self.utilization.flops_per_second / self.evidence.samples_per_second,
             machine_flops_per_second={

@@ -590,7 +590,7 @@ def _measured_row(precision: Precision, results: ProfileResults) -> PrecisionRow
     product = product_precision(precision, results.weights)
     profiled = results.profiled.get(precision)
     capability = None if product is None else results.hardware.precisions.get(product)
-    rate = None if capability is None else capability.matmul_flops_per_second
+    rate = None if capability is None else capability.peak_flops_per_second
     return PrecisionRow(
         precision=precision,
         product_precision=product,

@@ -140,6 +140,16 @@ def test_utilization_is_the_operations_a_second_over_the_rates_of_all_devices(
     assert unlisted.data_sheet_mfu is None
 
 
+def test_an_emulated_precision_has_no_rate_to_be_held_against() -> None:
+    decision, records = decision_with(CountedFlops(flops=8 * 10**12, num_samples=4), has_tokens=False)
+    device = on_gpu("NVIDIA GeForce RTX 3060")
+    emulated = msgspec.structs.replace(device.precisions["bf16"], level="emulated")
+    device = msgspec.structs.replace(device, precisions={**device.precisions, "bf16": emulated})
+    found = utilization(decision, records, device, described())
+    assert found.mfu is None
+    assert "emulated" in utilization_line(found)
+
+
 @pytest.mark.parametrize(("weights", "product"), [("fp32", "fp32"), ("bf16", "bf16"), ("frozen_low", None)])
 def test_without_autocast_products_are_computed_in_the_weights_precision(
     weights: Any, product: Any, tmp_path: Path

@@ -610,7 +610,8 @@ def utilization(
     # The ranks of a CPU share the rate that was measured on all of it.
     num_devices = 1 if hardware.identity.type == "cpu" else workload.num_ranks
     capability = hardware.precisions.get(precision)
-    machine = None if capability is None else capability.matmul_flops_per_second
+    machine = None if capability is None else capability.peak_flops_per_second
+    is_emulated = capability is not None and capability.level == "emulated"
     data_sheet = data_sheet_flops_per_second(hardware.identity.name, precision)
     return Utilization(
         precision=precision,
@@ -619,6 +620,7 @@ def utilization(
         data_sheet_flops_per_second=num_devices * data_sheet if data_sheet else None,
         mfu=attained / (num_devices * machine) if machine else None,
         data_sheet_mfu=attained / (num_devices * data_sheet) if data_sheet else None,
+        problem=f"{precision} is emulated here, so that no rate of it is a limit" if is_emulated else None,
     )
 
 
