@@ -1,8 +1,8 @@
 """Measures the precision, batch size and loss scale to train with. Importing this imports neither torch nor optuna.
 
 What users call is here; the rest by folder, from which it imports downwards alone (`tests/test_imports.py` holds
-that): `cli → api → report → diagnostics → search → processes, command → trial → numerics → dimensions → precision
-→ core`, `integrations → runtime → numerics`.
+that): `cli → api → service → report → diagnostics → search → processes, command → trial → numerics → dimensions →
+precision → core`, `integrations → runtime → numerics`.
 
     autotune_amp/
       cli/            every command; the only place that prints or exits
