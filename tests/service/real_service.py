@@ -124,9 +124,9 @@ class RealService:
             time.sleep(0.05)
         return state
 
-    def records(self) -> list[str]:
-        """The lines of all studies' outcomes."""
-        paths = sorted(self.folder.glob("studies/*/outcomes.jsonl"))
+    def records(self, study: str = "*") -> list[str]:
+        """The lines of a study's outcomes, or of all."""
+        paths = sorted(self.folder.glob(f"studies/{study}/outcomes.jsonl"))
         return [line for path in paths for line in path.read_text().splitlines()]
 
 

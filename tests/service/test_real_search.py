@@ -65,7 +65,8 @@ class Requests:
         self.own_end = service.ask("DELETE", f"/searches/{self.queued.document['id']}")
         self.running = service.wait_for(self.id, lambda state: state["best"] is not None)
         self.done = service.wait_for(self.id, is_done)
-        self.records = service.records()
+        self.study: str = self.done["recommendation"]["search"]["study"]
+        self.records = service.records(self.study)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def test_what_was_measured_answers_again_without_running(service: RealService, r
     assert service.ask("GET", "/recommendations/plain?memory_limit=much").refusal == (422, "memory_limit")
     assert service.ask("GET", "/recommendations/plain?precision_allowed=fp9").refusal == (422, "precision_allowed")
     assert service.ask("GET", "/recommendations/plain?path=/etc").refusal == (422, "path")
-    assert service.records() == requests.records
+    assert service.records(requests.study) == requests.records
 
 
 def test_the_same_request_is_answered_from_the_cache_also_in_python(
@@ -117,7 +118,7 @@ def test_the_same_request_is_answered_from_the_cache_also_in_python(
     found = recommend_config("plain", server=service.url, quiet=True, **options)
     assert json.loads(found.to_json()) == requests.done["recommendation"]
     assert service.state(requests.id)["callers"] == ["ben"]
-    assert service.records() == requests.records
+    assert service.records(requests.study) == requests.records
     with pytest.raises(InvalidRequestError, match="budget"):
         recommend_config("plain", server=service.url, budget=10_000)
     with pytest.raises(InvalidRequestError, match="storage"):
