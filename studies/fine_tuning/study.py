@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from autotune_amp.core.setting import Setting
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+SITE_PACKAGES = sysconfig.get_path("purelib")
 FORMS = ("full", "lora", "qlora")
 CELLS = tuple(f"{way}_{form}" for form in FORMS for way in ("trainer", "trl", "workload"))
 NUM_RUNS = 3
@@ -154,7 +156,7 @@ def main() -> None:
         if found["status"] == 0:
             found["runs"] = by_hand(cell, folder, found["document"], options.device)
         outcome = {"cell": cell, "device": options.device, "size": options.size, **found}
-        text = json.dumps(outcome).replace(f"{options.work}/", "")  # where it ran says nothing
+        text = json.dumps(outcome).replace(f"{options.work}/", "").replace(f"{SITE_PACKAGES}/", "")  # where it ran
         with results.open("a") as file:
             file.write(f"{text}\n")
         print(cell, found["status"], f"{found['seconds']:.0f} s", flush=True)
