@@ -1,8 +1,8 @@
 """Run a script as it is and time it without autotune_amp: `python pace.py SCRIPT …` or `pace.py -m MODULE …`.
 
 A hook of torch on every optimizer's step takes the time, of the optimizer that steps least. It is taken from step FIRST
-on, or from the first step after WARM_UP_SECONDS, until step LAST, for SECONDS, or until the script ends; the process then
-writes what it saw to the file that PACE names, and ends. Of several ranks, rank 0 writes.
+on, or from the first step after WARM_UP_SECONDS, until step LAST, for SECONDS, or until the script ends. The process
+then writes what it saw to the file that PACE names, and ends. Of several ranks, rank 0 writes.
 """
 
 import atexit
