@@ -170,6 +170,7 @@ def test_an_emulated_precision_has_time_for_its_start_though_the_baseline_was_me
     (first,) = search.ledger.records
     described_first = Ledger(SPACE, [replace(first, seconds=0.014)])
     deadline_seconds = search.planner.trial(described_first, BF16, 100.0).deadline_seconds
+    assert deadline_seconds is not None
     assert 2 * 17.0 <= deadline_seconds < 100.0
 
 
