@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from autotune_amp.core.errors import FormatError, InvalidRequestError, RunnerErr
 from autotune_amp.core.recommendation import Recommendation, SearchInterruptedError
 from autotune_amp.search.progress import Progress
 from autotune_amp.service import client
+from autotune_amp.service.app import Options
 from autotune_amp.service.client import recommendation_from
 
 SAVED = Path(__file__).parents[1] / "golden/study/recommendation.json"
@@ -93,6 +95,13 @@ def test_it_follows_a_search_to_its_end(server: str) -> None:
         {"target": "mlp", "options": {"try": "none", "batch_size": "8:16"}},
         f"Bearer {'t' * 16}",
     )
+
+
+def test_the_client_and_the_service_take_the_same_options_of_a_search() -> None:
+    assert set(client.OPTIONS) == Options.model_fields.keys()
+    of_the_service = {"workload", "server", "device", "devices", "ray", "ranks", "study", "out", "storage"}
+    of_this_machine = {"baseline", "fresh", "quiet", "progress"}
+    assert signature(recommend_config).parameters.keys() - of_the_service - of_this_machine == set(client.OPTIONS)
 
 
 def test_only_changed_options_are_sent(server: str) -> None:
