@@ -272,7 +272,7 @@ def test_options_are_those_of_the_target_at_most() -> None:
         with pytest.raises(OptionError) as refused:
             checked_options(target, asked)
         assert refused.value.field in asked
-    with pytest.raises(OptionError, match="^try is") as refused:
+    with pytest.raises(OptionError, match=r"^try is") as refused:
         checked_options(target, {"try": "all"})
     assert refused.value.kind == InvalidRequestError("", "").kind
 
