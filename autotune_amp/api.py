@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import random
 import sys
@@ -136,7 +137,7 @@ def recommend_config(
             update_report(Path(out, recommendation.search.study), shown_progress.note, warn)
             return recommendation
 
-    return answer_on_first(run_search, launch, budget)
+    return answer_on_first(run_search, launch, budget if server is None else math.inf)  # a service has a queue
 
 
 def _ask_service(

@@ -135,12 +135,13 @@ def answer_on_first(find: Callable[[], Recommendation], where: OwnRank, budget_s
     """Call `find` on rank 0 only; return its recommendation, or raise its error, on every rank.
 
     Raises `RunnerError` on the other ranks if rank 0 dies, raises an error that is not ours, or gives no answer within
-    ten minutes and twice the budget, and `SearchInterruptedError` at Ctrl-C.
+    ten minutes and twice the budget, and `SearchInterruptedError` at Ctrl-C. With an infinite budget they wait as long
+    as rank 0 lives.
     """
     if where.num_ranks == 1:
         return find()
     # An invalid budget is left for rank 0 to reject.
-    is_budget = isinstance(budget_seconds, (int, float)) and 0 < budget_seconds < math.inf
+    is_budget = isinstance(budget_seconds, (int, float)) and budget_seconds > 0
     limit_seconds = _LATE_SECONDS + (2 * float(budget_seconds) if is_budget else 0.0)  # type: ignore[arg-type]
     try:
         store = RankStore(where.rank, where.num_ranks, limit_seconds)
@@ -197,7 +198,7 @@ class RankStore:
 
     It uses the store of the default process group, or else one at MASTER_ADDR and MASTER_PORT, which a process group
     made later shares. Raises `InvalidRequestError` if there is neither, `RunnerError` if rank 0 is not reached within
-    `limit_seconds`.
+    `limit_seconds`, or ten minutes if that is infinite.
     """
 
     def __init__(self, rank: int, num_ranks: int, limit_seconds: float) -> None:
@@ -206,7 +207,8 @@ class RankStore:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # its stubs do not export it
 
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the agent's store outlives the ranks
-        self._store = PrefixStore(f"autotune_amp/{attempt}/{_num_calls}", _store(rank, num_ranks, limit_seconds))
+        meeting_seconds = limit_seconds if math.isfinite(limit_seconds) else _LATE_SECONDS
+        self._store = PrefixStore(f"autotune_amp/{attempt}/{_num_calls}", _store(rank, num_ranks, meeting_seconds))
         self._num_ranks = num_ranks
         self._deadline = time.monotonic() + limit_seconds
 

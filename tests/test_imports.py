@@ -45,7 +45,7 @@ WITHOUT_TORCH = (
     *("diagnostics.check.findings", "diagnostics.check.check_workload"),
     *("diagnostics.memory.results", "diagnostics.memory.profile_memory"),
     *("numerics.scaler_replay", "numerics.grading", "runtime.policy", "runtime.status", "runtime.run_log"),
-    *("runtime.checkpoint", "runtime.gpu_sampler", "runtime.sinks", "service"),
+    *("runtime.checkpoint", "runtime.gpu_sampler", "runtime.sinks"),
 )
 WITH_OPTUNA = ("search.storage.study", "search.storage.database")
 AGENT = "command.agent"

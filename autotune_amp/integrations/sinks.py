@@ -20,7 +20,6 @@ import itertools
 import logging
 import os
 import platform
-import re
 import sys
 import time
 import urllib.request
@@ -38,6 +37,7 @@ import msgspec
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.text import one_line
 from autotune_amp.distributed import place
+from autotune_amp.integrations.service_address import checked_address, request_headers, send
 from autotune_amp.runtime.sinks import MAX_WAITING, BatchSink, MetricValues, Sink
 from autotune_amp.runtime.status import BEFORE, METRICS, MOVE, PREFIX, REASON
 
@@ -179,19 +179,9 @@ def http(server: str, token: str | None = None, *, name: str | None = None) -> S
     be reached, the newest 256 metrics are kept for it. Raises `InvalidRequestError` for another kind of address, and
     for a token that no header can hold.
     """
-    if re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#@]*)?", server) is None:
-        raise InvalidRequestError(
-            "The server of the sink is not an address that begins with http:// or https:// and holds no password.",
-            "Pass the address that `autotune-amp serve` prints, and the token by AUTOTUNE_AMP_TOKEN.",
-        )
-    token = os.environ.get("AUTOTUNE_AMP_TOKEN", "") if token is None else token
-    if re.fullmatch(r"[\x21-\x7e]*", token) is None:
-        raise InvalidRequestError(
-            "The token of the sink holds a space, a line break or a letter beyond ASCII.",
-            "Pass the token as the service has it, without what surrounds it in its file.",
-        )
+    address, headers = checked_address(server), request_headers(token)
     script = Path(next(iter(sys.argv), "")).name or "python"
-    poster = _RunPoster(server.rstrip("/"), token, name or f"{script} on {platform.node()}")
+    poster = _RunPoster(address, headers, name or f"{script} on {platform.node()}")
     log.info("The run is shown at %s/page", poster.address)
     return poster
 
@@ -199,12 +189,10 @@ def http(server: str, token: str | None = None, *, name: str | None = None) -> S
 class _RunPoster(BatchSink):
     """Sink that posts the metrics of one run. Each has a number, by which the service knows what came twice."""
 
-    def __init__(self, server: str, token: str, name: str) -> None:
+    def __init__(self, server: str, headers: dict[str, str], name: str) -> None:
         self.address = f"{server}/runs/{uuid.uuid4().hex}"
         self._name = one_line(name)[:MAX_TEXT]
-        self._headers = {"Content-Type": "application/json"}
-        if token:
-            self._headers["Authorization"] = f"Bearer {token}"
+        self._headers = headers
         self._unsent: deque[dict[str, float | str]] = deque(maxlen=MAX_WAITING)
         self._num_values = 0
 
@@ -237,14 +225,7 @@ class _RunPoster(BatchSink):
     def _post(self, values: Sequence[dict[str, float | str]]) -> None:
         body = msgspec.json.encode({"name": self._name, "values": values})
         request = urllib.request.Request(self.address, body, self._headers)  # noqa: S310 # http or https
-        urllib.request.build_opener(_NoRedirects).open(request, timeout=_POST_SECONDS).close()
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Handler that follows no redirection: the token is for the server that was named."""
-
-    def redirect_request(self, *_: Any) -> None:
-        """Return None, by which the answer is an error."""
+        send(request, _POST_SECONDS).close()
 
 
 def _numeric_values(values: MetricValues) -> dict[str, float]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPException, InvalidURL
 from typing import Any
 from urllib.parse import quote
 
@@ -16,9 +16,10 @@ import msgspec
 from autotune_amp.core.documents import decode
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, InvalidRequestError, RunnerError
 from autotune_amp.core.recommendation import Recommendation, SearchInterruptedError
+from autotune_amp.integrations.service_address import checked_address, request_headers, send
 from autotune_amp.search.progress import Progress
 
-_POLL_SECONDS = 1.0
+_POLL_SECONDS, _MAX_POLL_SECONDS = 1.0, 5.0
 _ANSWER_SECONDS = 70.0  # longer than the service's own limit
 _PATIENCE_SECONDS = 60.0  # for a service that is started again, or has no place in its queue
 _LATER = (429, 502, 503, 504)
@@ -45,7 +46,7 @@ def recommendation_from(
         raise InvalidRequestError(
             f"A service does not take {', '.join(not_taken)}.", f"Leave out all but {', '.join(OPTIONS)}."
         )
-    connection = _Connection(server, token or os.environ.get("AUTOTUNE_AMP_TOKEN"))
+    connection = _Connection(server, token)
     asked = {name.rstrip("_"): value for name, value in options.items()}
     if isinstance(asked.get("batch_size"), tuple):
         asked["batch_size"] = ":".join(map(str, asked["batch_size"]))
@@ -53,13 +54,15 @@ def recommendation_from(
     search = connection.ask("POST", "/searches", body)
     path = f"/searches/{quote(search['id'], safe='')}"
     phase = None
+    poll_seconds = _POLL_SECONDS
     try:
         while search["state"] in ("queued", "running"):
             now = search["phase"] or f"waiting at place {search['position']} of the service's queue"
             if now != phase:
                 progress.phase(now)
                 phase = now
-            time.sleep(_POLL_SECONDS)
+            time.sleep(poll_seconds)
+            poll_seconds = min(1.2 * poll_seconds, _MAX_POLL_SECONDS)
             search = connection.ask("GET", path)
     except KeyboardInterrupt:
         connection.ask("DELETE", path)
@@ -87,31 +90,32 @@ class _Connection:
     """Address of a service, and the token that it asks for."""
 
     def __init__(self, server: str, token: str | None) -> None:
-        if not server.startswith(("http://", "https://")):
-            raise InvalidRequestError(f"--server is {server!r}.", "Give an address such as http://gpu-host:8321.")
-        self._server = server.rstrip("/")
-        self._headers = {"Content-Type": "application/json"}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
+        self._server, self._headers = checked_address(server), request_headers(token)
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON answer to a request, which is sent again for a minute if the service has no time for it."""
+        """Return the JSON answer to a request, which is sent again for a minute if the service has no time for it.
+
+        A GET waits without end while the service answers that there were too many requests.
+        """
         data = None if body is None else json.dumps(body).encode()
         until = time.monotonic() + _PATIENCE_SECONDS
         while True:
             request = urllib.request.Request(self._server + path, data, self._headers, method=method)  # noqa: S310 - http
             try:
-                with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as answer:  # noqa: S310 - http
+                with send(request, _ANSWER_SECONDS) as answer:
                     document: dict[str, Any] = json.load(answer)
                     return document
             except urllib.error.HTTPError as error:
-                if error.code not in _LATER or time.monotonic() > until:
+                if error.code == 429 and method == "GET":
+                    until = time.monotonic() + _PATIENCE_SECONDS
+                elif error.code not in _LATER or time.monotonic() > until:
                     raise _refused(self._server, error) from None
                 error.close()
-                wait_seconds = error.headers.get("Retry-After", "")
-                time.sleep(min(int(wait_seconds) if wait_seconds.isdigit() else _POLL_SECONDS, _PATIENCE_SECONDS))
-            except (OSError, ValueError) as error:  # not reached, cut off, or not JSON
-                if time.monotonic() > until:
+                retry_after = error.headers.get("Retry-After", "")
+                wait_seconds = int(retry_after) if retry_after.isdigit() else 0
+                time.sleep(min(max(wait_seconds, _POLL_SECONDS), _PATIENCE_SECONDS))
+            except (OSError, ValueError, HTTPException) as error:  # not reached, cut off, or not JSON
+                if isinstance(error, InvalidURL) or time.monotonic() > until:
                     raise RunnerError(
                         f"The service at {self._server} does not answer: {error}.",
                         "Check the address, and that `autotune-amp serve` runs there.",
@@ -125,5 +129,5 @@ def _refused(server: str, error: urllib.error.HTTPError) -> AutotuneAmpError:
         try:
             refusal = json.load(error)["error"]
             return InvalidRequestError(f"{server} refuses: {refusal['message']}", str(refusal["next_step"]))
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, HTTPException, LookupError, TypeError):
             return RunnerError(f"{server} answers {error.code} {error.reason}.", "Check that this is the service.")

@@ -385,6 +385,11 @@ class OptionError(InvalidRequestError):
         super().__init__(message, next_step)
         self.field = field
 
+    @property
+    def kind(self) -> str:
+        """Return the name of the public class of this error."""
+        return "invalid_request"
+
 
 def checked_options(target: Target, asked: Mapping[str, Any]) -> SearchOptions:
     """Return the options of a search, those of the target where the request has none.
@@ -416,7 +421,8 @@ def checked_option(field: str, name: str, value: Any) -> None:
         SearchOptions.from_user(**{name: value})
     except InvalidRequestError as error:
         next_step = "Leave it out for the default; the page /docs lists the options."
-        raise OptionError(field, in_python(error.message), next_step) from error
+        message = field + in_python(error.message).removeprefix(name)
+        raise OptionError(field, message, next_step) from error
 
 
 def error_fields(error: AutotuneAmpError) -> dict[str, str]:

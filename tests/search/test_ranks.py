@@ -222,6 +222,21 @@ def test_waiting_for_rank_0_has_an_end_and_can_be_interrupted(as_rank: Any, monk
         as_rank(1, SEARCHING)
 
 
+def test_the_answer_of_a_service_is_waited_for_as_long_as_its_queue_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]  # its stubs do not export it
+    meet = Mock(return_value=store)
+    monkeypatch.setattr(ranks, "_store", meet)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("autotune_amp.distributed._LATE_SECONDS", -2000.0)
+    monkeypatch.setattr("autotune_amp.distributed.time.sleep", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SearchInterruptedError, match="Rank 1 was interrupted"):
+        recommend_config("mlp", server="http://127.0.0.1:1", quiet=True)
+    assert meet.call_args.args[2] == -2000.0  # though not to meet rank 0
+    with pytest.raises(RunnerError, match="Rank 0 gave no answer"):
+        recommend_config("mlp", quiet=True)
+
+
 def test_ranks_that_cannot_meet_are_told_how_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "x")

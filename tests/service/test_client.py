@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from autotune_amp.core.errors import FormatError, InvalidRequestError, RunnerErr
 from autotune_amp.core.recommendation import Recommendation, SearchInterruptedError
 from autotune_amp.search.progress import Progress
 from autotune_amp.service import client
+from autotune_amp.service.app import Options
 from autotune_amp.service.client import recommendation_from
 
 SAVED = Path(__file__).parents[1] / "golden/study/recommendation.json"
@@ -23,7 +25,7 @@ FOUND = json.loads(SAVED.read_text())
 
 
 class Script(BaseHTTPRequestHandler):
-    """Gives the answers of `answers` in turn, and keeps the requests."""
+    """Gives the answers of `answers` in turn, and keeps the requests. An answer of status 0 is sent as it is."""
 
     answers: ClassVar[list[tuple[int, Any]]] = []
     asked: ClassVar[list[tuple[str, str, Any, str | None]]] = []
@@ -33,8 +35,13 @@ class Script(BaseHTTPRequestHandler):
         content = json.loads(body) if body else None
         self.asked.append((self.command, self.path, content, self.headers.get("Authorization")))
         status, document = self.answers.pop(0)
+        if status == 0:  # no HTTP
+            self.wfile.write(document)
+            return
         self.send_response(status)
         self.send_header("Retry-After", "0")
+        if status == 302:
+            self.send_header("Location", "/elsewhere")
         self.end_headers()
         self.wfile.write(document if isinstance(document, bytes) else json.dumps(document).encode())
 
@@ -90,6 +97,13 @@ def test_it_follows_a_search_to_its_end(server: str) -> None:
     )
 
 
+def test_the_client_and_the_service_take_the_same_options_of_a_search() -> None:
+    assert set(client.OPTIONS) == Options.model_fields.keys()
+    of_the_service = {"workload", "server", "device", "devices", "ray", "ranks", "study", "out", "storage"}
+    of_this_machine = {"baseline", "fresh", "quiet", "progress"}
+    assert signature(recommend_config).parameters.keys() - of_the_service - of_this_machine == set(client.OPTIONS)
+
+
 def test_only_changed_options_are_sent(server: str) -> None:
     Script.answers += [search("done", recommendation=FOUND)]
     recommend_config("mlp", server=server, trials=3, quiet=True)
@@ -104,6 +118,7 @@ def test_only_changed_options_are_sent(server: str) -> None:
         ([(422, {"error": {"message": "target is 'x'.", "next_step": "Name mlp."}})], InvalidRequestError, "Name mlp"),
         ([(404, b"<html>")], RunnerError, "404"),
         ([(404, {"error": None})], RunnerError, "404"),
+        ([(302, {}), search("done", recommendation=FOUND)], RunnerError, "302"),
         ([search("failed", error={"message": "No room.", "next_step": "Buy some."})], RunnerError, "Buy some"),
         ([search("ended", recommendation=FOUND)], SearchInterruptedError, "ended"),
         ([search("done", recommendation={"config": 1})], FormatError, "version"),
@@ -119,13 +134,40 @@ def test_what_is_no_recommendation_is_an_error(
 
 def test_a_service_that_stays_away_is_given_up(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_PATIENCE_SECONDS", 0.0)
-    Script.answers += [(200, b"no json")]
+    Script.answers += [(200, b"no json"), (0, b"SSH-2.0-host\r\n")]
+    with pytest.raises(RunnerError, match="does not answer"):
+        recommendation_from(server, "mlp", {}, Progress())
     with pytest.raises(RunnerError, match="does not answer"):
         recommendation_from(server, "mlp", {}, Progress())
     with pytest.raises(RunnerError, match="does not answer"):
         recommendation_from("http://127.0.0.1:1", "mlp", {}, Progress())
     with pytest.raises(InvalidRequestError, match="http"):
         recommendation_from("file:///etc/passwd", "mlp", {}, Progress())
+
+
+@pytest.mark.parametrize(
+    ("address", "token"),
+    [("http://me:a-secret-word@127.0.0.1:1", ""), *(("http://127.0.0.1:1", f"a-secret-word{end}") for end in "\r\n")],
+)
+def test_a_secret_that_cannot_be_sent_safely_is_refused_and_not_shown(address: str, token: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        recommendation_from(address, "mlp", {}, Progress(), token)
+    assert "a-secret" not in str(refused.value)
+
+
+def test_an_address_that_is_none_is_not_asked_for_a_minute() -> None:
+    with pytest.raises(RunnerError, match="Check the address"):
+        recommendation_from("http://127.0.0.1:port", "mlp", {}, Progress())
+
+
+def test_a_limit_of_requests_is_waited_out_while_a_search_runs(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr(client.time, "sleep", lambda _: None)
+    Script.answers += [search("queued"), (429, {}), search("running"), (429, {}), search("done", recommendation=FOUND)]
+    assert recommendation_from(server, "mlp", {}, Progress()) == Recommendation.load(SAVED)
+    Script.answers += [(429, {})]
+    with pytest.raises(RunnerError, match="429"):  # the queue is full
+        recommendation_from(server, "mlp", {}, Progress())
 
 
 def test_ctrl_c_withdraws_the_request(server: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 from msgspec.structs import replace
 
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.service import searching
 from autotune_amp.service.jobs import Queue, Search
 from autotune_amp.service.searching import OptionError, SearchEvents, SearchThread, checked_options
@@ -271,6 +272,9 @@ def test_options_are_those_of_the_target_at_most() -> None:
         with pytest.raises(OptionError) as refused:
             checked_options(target, asked)
         assert refused.value.field in asked
+    with pytest.raises(OptionError, match=r"^try is") as refused:
+        checked_options(target, {"try": "all"})
+    assert refused.value.kind == InvalidRequestError("", "").kind
 
 
 def test_events_are_read_as_they_are_written(tmp_path: Path) -> None:
