@@ -46,7 +46,8 @@ from autotune_amp.runtime.status import METRICS, PREFIX, Readings
 from autotune_amp.service.jobs import ForbiddenError, UnknownError
 
 LIVE_SECONDS = 900  # since the last post: 64 updates of a slow training run can take minutes
-ShortText = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+_NO_NUL = "^[^\0]*$"  # PostgreSQL stores no text with one
+ShortText = Annotated[str, msgspec.Meta(max_length=MAX_TEXT, pattern=_NO_NUL)]
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 # The page's own scripts and styles stand in the page; it loads and sends nothing.
@@ -91,7 +92,7 @@ class PostedReadings(Readings, frozen=True, kw_only=True, forbid_unknown_fields=
 class RunPost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of a post: the run's name, and metrics in the order of their numbers."""
 
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT)]
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT, pattern=_NO_NUL)]
     values: Annotated[list[PostedReadings], msgspec.Meta(min_length=1, max_length=MAX_POSTED)]
 
 
@@ -168,7 +169,8 @@ class RunStore:
 
     def append(self, run_id: str, owner: str, post: RunPost) -> None:
         """Store what a run posted; begin the run if it is new. Raises `ForbiddenError` if another caller began it."""
-        with self._writing, self._engine.begin() as connection:
+        # Connecting to a database that is away takes seconds, in which others may write.
+        with self._engine.connect() as connection, self._writing, connection.begin():
             run = _stored_run(connection, run_id)
             if run is not None and run.owner != owner:
                 raise ForbiddenError(f"The run {run_id} was begun by another caller.", "Begin a run of your own.")

@@ -180,6 +180,7 @@ GOOD = readings(0, 1)
         ({"name": "x", "values": []}, 422),
         ({"name": "x", "values": [GOOD] * 17}, 422),
         ({"name": "", "values": [GOOD]}, 422),
+        ({"name": "a\0b", "values": [GOOD]}, 422),
         ({"name": 3, "values": [GOOD]}, 422),
         ({"name": "x" * 1001, "values": [GOOD]}, 422),
         ({"values": [GOOD]}, 422),
@@ -197,6 +198,7 @@ GOOD = readings(0, 1)
         ({"name": "x", "values": [GOOD | {"precision": "int4"}]}, 422),
         ({"name": "x", "values": [GOOD | {"move": HOSTILE}]}, 422),
         ({"name": "x", "values": [GOOD | {"reason": "r" * 1001}]}, 422),
+        ({"name": "x", "values": [GOOD | {"reason": "\n\0\n"}]}, 422),
         ({"name": "x", "values": [{"number": 0}]}, 422),
         (b'{"name":"x","values":[' + b" " * MAX_BODY_BYTES + b"]}", 413),
     ],
@@ -322,6 +324,21 @@ def test_prometheus_reads_live_runs(served: Served, monkeypatch: pytest.MonkeyPa
     now = time.time() + runs.LIVE_SECONDS + 1
     monkeypatch.setattr("autotune_amp.service.runs.time.time", lambda: now)
     assert run_id not in prometheus_text(served.store)
+
+
+def test_a_database_that_fails_is_told_and_no_body_is_logged(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    def rename(before: str, after: str) -> None:
+        with served.store._engine.begin() as connection:
+            connection.exec_driver_sql(f"ALTER TABLE {before} RENAME TO {after}")
+
+    rename(runs._VALUES.name, "away")
+    try:
+        refused = served.post(new_id(), move(0, 1, "a secret"))
+    finally:
+        rename("away", runs._VALUES.name)
+    assert (refused.status, refused.headers["retry-after"]) == (503, "30")
+    assert refused.document["error"]["next_step"]
+    assert "a secret" not in caplog.text + refused.body.decode()
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
