@@ -13,6 +13,7 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
 from autotune_amp import __version__
@@ -21,6 +22,7 @@ from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, Stud
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.search.answer.decide import rerank
 from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.storage.database import study_error
 from autotune_amp.service.jobs import WAITING, ForbiddenError, QueueFullError, Search, State, UnknownError
 from autotune_amp.service.runs import RunStore, prometheus_text, router
 from autotune_amp.service.searching import OptionError, SearchThread, checked_option, error_fields, server_sent_event
@@ -124,6 +126,11 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
         if isinstance(error, OptionError):
             return error_response(error, 422, error.field)
         return error_response(error, next((code for kind, code in _STATUSES.items() if isinstance(error, kind)), 422))
+
+    @app.exception_handler(SQLAlchemyError)
+    async def refuse_without_database(request: Request, error: SQLAlchemyError) -> JsonResponse:
+        database = searches.queue.engine.url.render_as_string(hide_password=False)  # study_error() hides it everywhere
+        return await refuse(request, study_error(database, error))
 
     def found(id_: str) -> Search:
         search = searches.queue.searches.get(id_)

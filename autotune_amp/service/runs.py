@@ -19,6 +19,7 @@ from fastapi.responses import HTMLResponse
 from sqlalchemy import (
     BigInteger,
     Column,
+    ColumnElement,
     Connection,
     Engine,
     Float,
@@ -33,9 +34,10 @@ from sqlalchemy import (
     select,
     update,
 )
+from sqlalchemy.exc import IntegrityError
 
 from autotune_amp.core.documents import Whole, cause, decode
-from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.errors import InvalidRequestError, StudyBusyError
 from autotune_amp.core.precisions import Precision
 from autotune_amp.integrations.sinks import MAX_POSTED, MAX_TEXT
 from autotune_amp.report.files import RELOAD_SECONDS
@@ -46,7 +48,8 @@ from autotune_amp.runtime.status import METRICS, PREFIX, Readings
 from autotune_amp.service.jobs import ForbiddenError, UnknownError
 
 LIVE_SECONDS = 900  # since the last post: 64 updates of a slow training run can take minutes
-ShortText = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+_NO_NUL = "^[^\0]*$"  # PostgreSQL stores no text with one
+ShortText = Annotated[str, msgspec.Meta(max_length=MAX_TEXT, pattern=_NO_NUL)]
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 # The page's own scripts and styles stand in the page; it loads and sends nothing.
@@ -91,7 +94,7 @@ class PostedReadings(Readings, frozen=True, kw_only=True, forbid_unknown_fields=
 class RunPost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of a post: the run's name, and metrics in the order of their numbers."""
 
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT)]
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT, pattern=_NO_NUL)]
     values: Annotated[list[PostedReadings], msgspec.Meta(min_length=1, max_length=MAX_POSTED)]
 
 
@@ -137,8 +140,9 @@ def _iso(seconds: float) -> str:
 
 _METADATA = MetaData()
 _RUNS = Table(
-    "runs",
+    "autotune_amp_runs",
     _METADATA,
+    Column("service", String(255), primary_key=True),
     Column("id", String(32), primary_key=True),
     Column("owner", Text, nullable=False),
     Column("name", Text, nullable=False),
@@ -148,28 +152,45 @@ _RUNS = Table(
     Column("seconds_by_precision", Text, nullable=False),
 )
 _VALUES = Table(
-    "run_values",
+    "autotune_amp_run_values",
     _METADATA,
-    Column("run_id", String(32), primary_key=True),
+    Column("service", String(255), primary_key=True),
+    Column("id", String(32), primary_key=True),
     Column("number", BigInteger, primary_key=True, autoincrement=False),
     Column("readings", Text, nullable=False),
 )
 
 
 class RunStore:
-    """Store of runs in a database: the newest `max_values` metrics of each, and the `max_runs` heard of last."""
+    """Store of one service's runs in a database: `max_runs` at most, and the newest `max_values` metrics of each.
 
-    def __init__(self, engine: Engine, *, max_runs: int = 1000, max_values: int = 4096) -> None:
-        self._engine = engine
+    Several services may share a database; each has only the runs of its own name.
+    """
+
+    def __init__(self, engine: Engine, service: str, *, max_runs: int = 1000, max_values: int = 4096) -> None:
+        self._engine, self._service = engine, service
         self._max_runs = max_runs
         self._max_values = max_values
         self._writing = threading.Lock()
         _METADATA.create_all(engine)
 
     def append(self, run_id: str, owner: str, post: RunPost) -> None:
-        """Store what a run posted; begin the run if it is new. Raises `ForbiddenError` if another caller began it."""
-        with self._writing, self._engine.begin() as connection:
-            run = _stored_run(connection, run_id)
+        """Store what a run posted; begin the run if it is new.
+
+        Raises `ForbiddenError` if another caller began it, `StudyBusyError` if another process stores the same.
+        """
+        try:
+            self._append(run_id, owner, post)
+        except IntegrityError as error:
+            raise StudyBusyError(
+                f"Another service of this name stores the same metrics of run {run_id}.",
+                "Post them again, to one service; give each service of a database its own name.",
+            ) from error
+
+    def _append(self, run_id: str, owner: str, post: RunPost) -> None:
+        # Connecting to a database that is away takes seconds, in which others may write.
+        with self._engine.connect() as connection, self._writing, connection.begin():
+            run = self._stored(connection, run_id)
             if run is not None and run.owner != owner:
                 raise ForbiddenError(f"The run {run_id} was begun by another caller.", "Begin a run of your own.")
             after = -1 if run is None else run.newest.number
@@ -178,57 +199,71 @@ class RunStore:
                 return
             readings = [each for _, each in values]
             newest = readings[-1]
-            row = {
+            row: dict[str, object] = {
                 "name": post.name,
                 "heard": time.time(),
                 "newest": msgspec.json.encode(newest).decode(),
                 "seconds_by_precision": msgspec.json.encode(_seconds_by_precision(run, readings)).decode(),
             }
             if run is None:
-                connection.execute(insert(_RUNS).values(id=run_id, owner=owner, began=row["heard"], **row))
-                self._forget_oldest(connection)
+                row |= {"service": self._service, "id": run_id, "owner": owner, "began": row["heard"]}
+                connection.execute(insert(_RUNS).values(row))
+                self._forget_surplus(connection)
             else:
-                connection.execute(update(_RUNS).where(_RUNS.c.id == run_id).values(**row))
+                connection.execute(update(_RUNS).where(self._is_of(_RUNS, run_id)).values(row))
             rows = [
-                {"run_id": run_id, "number": number, "readings": msgspec.json.encode(each).decode()}
+                {
+                    "service": self._service,
+                    "id": run_id,
+                    "number": number,
+                    "readings": msgspec.json.encode(each).decode(),
+                }
                 for number, each in values
             ]
             connection.execute(insert(_VALUES), rows)
             is_old = _VALUES.c.number <= newest.number - self._max_values
-            connection.execute(delete(_VALUES).where(_VALUES.c.run_id == run_id, is_old))
+            connection.execute(delete(_VALUES).where(self._is_of(_VALUES, run_id), is_old))
 
-    def _forget_oldest(self, connection: Connection) -> None:
-        num_runs = connection.execute(select(func.count()).select_from(_RUNS)).scalar_one()
-        oldest = select(_RUNS.c.id).order_by(_RUNS.c.heard, _RUNS.c.began).limit(max(0, num_runs - self._max_runs))
-        for run_id in connection.execute(oldest).scalars().all():
-            connection.execute(delete(_RUNS).where(_RUNS.c.id == run_id))
-            connection.execute(delete(_VALUES).where(_VALUES.c.run_id == run_id))
+    def _forget_surplus(self, connection: Connection) -> None:
+        """Forget the oldest run of the owner who has most, so that nobody displaces those of others."""
+        own = _RUNS.c.service == self._service
+        num_runs = connection.execute(select(func.count()).select_from(_RUNS).where(own)).scalar_one()
+        num_of_owner = func.count().over(partition_by=_RUNS.c.owner)
+        order = (num_of_owner.desc(), _RUNS.c.heard, _RUNS.c.began)
+        for _ in range(num_runs - self._max_runs):
+            run_id = connection.execute(select(_RUNS.c.id).where(own).order_by(*order).limit(1)).scalar_one()
+            for table in (_RUNS, _VALUES):
+                connection.execute(delete(table).where(self._is_of(table, run_id)))
 
     def runs(self) -> list[StoredRun]:
         """Return all runs, the one heard of last first."""
+        query = select(_RUNS).where(_RUNS.c.service == self._service).order_by(_RUNS.c.heard.desc())
         with self._engine.connect() as connection:
-            rows = connection.execute(select(_RUNS).order_by(_RUNS.c.heard.desc())).mappings().all()
+            rows = connection.execute(query).mappings().all()
         return [_run_of(row) for row in rows]
 
     def run(self, run_id: str) -> StoredRun | None:
         """Return a run, None if there is none of this id."""
         with self._engine.connect() as connection:
-            return _stored_run(connection, run_id)
+            return self._stored(connection, run_id)
 
     def log(self, run_id: str) -> LoggedRun:
         """Return the stored metrics of a run as the lines of a run log.
 
         Updates that were repeated, after a checkpoint was loaded, are left out as in a run log.
         """
-        query = select(_VALUES.c.readings).where(_VALUES.c.run_id == run_id).order_by(_VALUES.c.number.desc())
+        query = select(_VALUES.c.readings).where(self._is_of(_VALUES, run_id)).order_by(_VALUES.c.number.desc())
         with self._engine.connect() as connection:
             newest_first = [decode(text, PostedReadings).line() for text in connection.execute(query).scalars()]
         return LoggedRun(tuple(_without_repeated(newest_first))[::-1], 0, 0)
 
+    def _stored(self, connection: Connection, run_id: str) -> StoredRun | None:
+        row = connection.execute(select(_RUNS).where(self._is_of(_RUNS, run_id))).mappings().one_or_none()
+        return None if row is None else _run_of(row)
 
-def _stored_run(connection: Connection, run_id: str) -> StoredRun | None:
-    row = connection.execute(select(_RUNS).where(_RUNS.c.id == run_id)).mappings().one_or_none()
-    return None if row is None else _run_of(row)
+    def _is_of(self, table: Table, run_id: str) -> ColumnElement[bool]:
+        """Return the condition that a row is of this run of this service."""
+        return (table.c.service == self._service) & (table.c.id == run_id)
 
 
 def _run_of(row: RowMapping) -> StoredRun:

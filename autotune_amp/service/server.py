@@ -59,9 +59,10 @@ def open_service(settings: Settings, tokens: Mapping[str, str]) -> Iterator[Serv
     folder = Path(settings.folder)
     with _locked(folder), _listening(settings) as listener:
         database = settings.database or f"sqlite:///{folder / 'queue.db'}"
-        queue = Queue(database, f"{platform.node()}:{folder}", settings.max_queued)
+        name = settings.name or f"{platform.node()}:{folder}"
+        queue = Queue(database, name, settings.max_queued)
         searches = SearchThread(settings, queue)
-        app = create_app(searches, RunStore(queue.engine))
+        app = create_app(searches, RunStore(queue.engine, name))
         gate = Gate(app, tokens, settings.requests_per_minute)
         app.state.num_answers = gate.num_answers
         config = uvicorn.Config(

@@ -3,6 +3,7 @@
     host = "0.0.0.0"                   # the default is 127.0.0.1
     token_file = "tokens"              # lines "NAME TOKEN"; or the environment variable AUTOTUNE_AMP_TOKEN
     database = "postgresql://amp@host/queue"    # the default is a file in `folder`
+    name = "gpu-host"                  # of this service alone in `database`; the default is the host and `folder`
 
     [targets.mlp]
     workload = "train.py:workload"     # or: command = "python train.py --bs {batch_size=32}"
@@ -34,6 +35,7 @@ _MIN_TOKEN_CHARACTERS = 16
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _Whole = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 _Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
@@ -72,7 +74,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a service, with absolute paths once they are loaded.
 
-    `folder` holds the studies, results and by default the queue; `database` is an SQLAlchemy URL in its place.
+    `folder` holds the studies, results and by default the queue; `database` is an SQLAlchemy URL in its place, where
+    `name` tells this service from others. In a container, whose host name changes, only a name of its own finds the
+    queue again.
     `max_queued` searches wait at most. Each token may send `requests_per_minute`.
     """
 
@@ -82,6 +86,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     token_file: str | None = None
     folder: str = "service"
     database: str | None = None
+    name: _Name | None = None
     max_queued: _Whole = 16
     requests_per_minute: _Whole = 600
 

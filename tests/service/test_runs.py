@@ -12,27 +12,30 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
 
+import postgresql
 import pytest
 import torch
 import uvicorn
 from playwright.sync_api import Browser, Dialog
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, insert
 from torch import nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.documents import decode
+from autotune_amp.core.errors import StudyBusyError
 from autotune_amp.integrations.sinks import http
 from autotune_amp.runtime import run_log
 from autotune_amp.runtime.run_log import MoveLine
+from autotune_amp.search.storage.database import engine_options
 from autotune_amp.service import runs
 from autotune_amp.service.app import create_app
 from autotune_amp.service.gate import MAX_BODY_BYTES, Gate
-from autotune_amp.service.jobs import Queue
+from autotune_amp.service.jobs import ForbiddenError, Queue
 from autotune_amp.service.runs import RunPost, RunStore, prometheus_text
 from autotune_amp.service.searching import SearchThread
 from autotune_amp.service.settings import Settings
@@ -76,7 +79,7 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("service")
     queue = Queue(f"sqlite:///{folder / 'queue.db'}", "test", max_queued=1)
-    store = RunStore(queue.engine, max_runs=50, max_values=100)
+    store = RunStore(queue.engine, "test", max_runs=50, max_values=100)
     app = create_app(SearchThread(Settings(folder=str(folder), targets={}), queue), store)
     gate = Gate(app, {ANN: "ann", BOB: "bob"}, requests_per_minute=10**6)
     app.state.num_answers = gate.num_answers
@@ -180,6 +183,7 @@ GOOD = readings(0, 1)
         ({"name": "x", "values": []}, 422),
         ({"name": "x", "values": [GOOD] * 17}, 422),
         ({"name": "", "values": [GOOD]}, 422),
+        ({"name": "a\0b", "values": [GOOD]}, 422),
         ({"name": 3, "values": [GOOD]}, 422),
         ({"name": "x" * 1001, "values": [GOOD]}, 422),
         ({"values": [GOOD]}, 422),
@@ -197,6 +201,7 @@ GOOD = readings(0, 1)
         ({"name": "x", "values": [GOOD | {"precision": "int4"}]}, 422),
         ({"name": "x", "values": [GOOD | {"move": HOSTILE}]}, 422),
         ({"name": "x", "values": [GOOD | {"reason": "r" * 1001}]}, 422),
+        ({"name": "x", "values": [GOOD | {"reason": "\n\0\n"}]}, 422),
         ({"name": "x", "values": [{"number": 0}]}, 422),
         (b'{"name":"x","values":[' + b" " * MAX_BODY_BYTES + b"]}", 413),
     ],
@@ -259,9 +264,9 @@ def post_of(*values: dict[str, Any]) -> RunPost:
 
 
 @contextmanager
-def store_at(path: Path, **limits: int) -> Iterator[RunStore]:
+def store_at(path: Path, service: str = "here", **limits: int) -> Iterator[RunStore]:
     engine = create_engine(f"sqlite:///{path}")
-    yield RunStore(engine, **limits)
+    yield RunStore(engine, service, **limits)
     engine.dispose()
 
 
@@ -277,12 +282,55 @@ def test_the_newest_values_and_the_runs_heard_of_last_are_kept(tmp_path: Path) -
         assert store.log("b").lines == ()
 
 
+def test_a_caller_of_many_runs_displaces_only_own_ones(tmp_path: Path) -> None:
+    with store_at(tmp_path / "runs.db", max_runs=4) as store, store_at(tmp_path / "runs.db", "there") as other:
+        for number in range(4):
+            other.append(f"other {number}", BOB, post_of(GOOD))
+        for run_id in ("first", "second"):
+            store.append(run_id, ANN, post_of(GOOD))
+        for number in range(9):
+            store.append(f"bob {number}", BOB, post_of(GOOD))
+        assert {run.id for run in store.runs()} == {"first", "second", "bob 7", "bob 8"}
+        assert len(store.log("first").lines) == 1
+        assert store.log("bob 0").lines == ()
+        store.append("third", ANN, post_of(GOOD))
+        assert {run.id for run in store.runs()} == {"second", "third", "bob 7", "bob 8"}
+        with pytest.raises(ForbiddenError):
+            store.append("second", BOB, post_of(readings(1, 1)))
+        assert len(other.runs()) == 4
+
+
+def test_services_that_share_a_postgresql_have_runs_of_their_own() -> None:
+    with postgresql.server() as server, ExitStack() as stack:
+
+        def store(service: str) -> RunStore:
+            engine = create_engine(server.url(), **engine_options(server.url()))
+            stack.callback(engine.dispose)
+            return RunStore(engine, service, max_runs=1)
+
+        here, same, there = store("here"), store("here"), store("there")
+        here.append("a", ANN, post_of(readings(0, 1)))
+        there.append("a", BOB, post_of(readings(0, 2)))
+        there.append("a", BOB, post_of(readings(1, 3)))
+        for each, owner, updates in ((here, ANN, [1]), (same, ANN, [1]), (there, BOB, [2, 3])):
+            assert [(run.id, run.owner) for run in each.runs()] == [("a", owner)]
+            assert [line.update for line in each.log("a").lines] == updates
+        with here._engine.begin() as connection:  # another process of this name is about to begin the run
+            connection.execute(insert(runs._VALUES).values(service="here", id="b", number=0, readings="{}"))
+        with pytest.raises(StudyBusyError) as refused:
+            same.append("b", ANN, post_of(readings(0, 1)))
+        assert refused.value.next_step
+        assert [run.id for run in same.runs()] == ["a"]
+        same.append("c", ANN, post_of(GOOD))
+        assert [[run.id for run in each.runs()] for each in (here, there)] == [["c"], ["a"]]
+
+
 KILLED = """
 import json, sys
 from sqlalchemy import create_engine
 from autotune_amp.core.documents import decode
 from autotune_amp.service.runs import RunPost, RunStore
-store = RunStore(create_engine("sqlite:///" + sys.argv[1]))
+store = RunStore(create_engine("sqlite:///" + sys.argv[1]), "here")
 first = json.loads(sys.argv[2])
 for number in range(10**6):
     values = [first | {"number": number, "update": number}]
@@ -322,6 +370,21 @@ def test_prometheus_reads_live_runs(served: Served, monkeypatch: pytest.MonkeyPa
     now = time.time() + runs.LIVE_SECONDS + 1
     monkeypatch.setattr("autotune_amp.service.runs.time.time", lambda: now)
     assert run_id not in prometheus_text(served.store)
+
+
+def test_a_database_that_fails_is_told_and_no_body_is_logged(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    def rename(before: str, after: str) -> None:
+        with served.store._engine.begin() as connection:
+            connection.exec_driver_sql(f"ALTER TABLE {before} RENAME TO {after}")
+
+    rename(runs._VALUES.name, "away")
+    try:
+        refused = served.post(new_id(), move(0, 1, "a secret"))
+    finally:
+        rename("away", runs._VALUES.name)
+    assert (refused.status, refused.headers["retry-after"]) == (503, "30")
+    assert refused.document["error"]["next_step"]
+    assert "a secret" not in caplog.text + refused.body.decode()
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

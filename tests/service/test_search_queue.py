@@ -14,7 +14,8 @@ from autotune_amp.core.errors import StudyError
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.service import jobs
 from autotune_amp.service.jobs import ForbiddenError, Queue, QueueFullError, Search, search_id, study_name
-from autotune_amp.service.settings import Target
+from autotune_amp.service.server import open_service
+from autotune_amp.service.settings import Settings, Target
 
 Open = Callable[..., Queue]
 MLP = Target(workload="train.py:mlp")
@@ -74,6 +75,16 @@ def test_what_is_queued_outlives_the_service_and_each_has_its_own(opened: Open) 
     opened("there").submit(asked(3, "ben"))
     assert list(opened().searches.values()) == [asked(1, "ann"), replace(asked(2, "ann"), state="running", started=3.0)]
     assert list(opened("there").searches) == [asked(3).id]
+
+
+def test_a_service_with_a_name_finds_its_queue_on_any_host(opened: Open, tmp_path: Path) -> None:
+    queue = opened("lab")
+    queue.submit(asked(1, "ann"))
+    queue.change(asked(1).id, state="done", ended=9.0)
+    for name, found in (("lab", [asked(1).id]), (None, [])):
+        settings = Settings(targets={}, port=0, folder=str(tmp_path), name=name)
+        with open_service(settings, {}) as service:
+            assert list(service._searches.queue.searches) == found
 
 
 def test_the_queue_is_limited_but_joining_is_not(opened: Open) -> None:

@@ -45,6 +45,7 @@ def test_a_command_is_words_behind_the_separator() -> None:
         ("not toml", "serve.toml"),
         (f"prot = 1\n{TARGET}", "prot"),
         (f"port = 70000\n{TARGET}", "65535"),
+        (f'name = "{"n" * 256}"\n{TARGET}', "255"),
         (f'{TARGET}command = "python train.py"', "either"),
         ("[targets.mlp]\n", "either"),
         ('[targets."../up"]\nworkload = "a.py:b"', "../up"),

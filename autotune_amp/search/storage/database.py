@@ -54,17 +54,19 @@ def open_storage(storage: str | Path) -> Iterator[RDBStorage]:
 
 
 def engine_options(url: str) -> dict[str, Any]:
-    """Return the options of SQLAlchemy's engine for the database at `url`."""
+    """Return the options of SQLAlchemy's engine for the database at `url`. Its errors never show what was stored."""
+    hidden = {"hide_parameters": True}
     if url.startswith("sqlite") and ":memory:" not in url and url != "sqlite://":
         # Without a pool no connection outlives its session, not even if Optuna's constructor fails.
-        return {"poolclass": sqlalchemy.NullPool}
+        return {"poolclass": sqlalchemy.NullPool, **hidden}
     if url.partition(":")[0] in ("postgresql", "postgresql+psycopg", "postgresql+psycopg2"):
         return {
             # Otherwise the first query on an open connection fails after a restart of the server.
             "pool_pre_ping": True,
             "connect_args": {name: value for name, value in _PATIENCE.items() if f"{name}=" not in url},
+            **hidden,
         }
-    return {}
+    return hidden
 
 
 def _create_tables(url: str, connect_args: dict[str, Any]) -> None:
