@@ -1,4 +1,4 @@
-"""Routes of a service, as a FastAPI application behind its gate. Its OpenAPI page is /docs."""
+"""Routes of a service, as a FastAPI application behind its gate. The page /docs lists them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args
 import msgspec
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import PlainTextResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
@@ -23,6 +23,7 @@ from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.search.answer.decide import rerank
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.storage.database import study_error
+from autotune_amp.service.docs_page import PAGE_HEADERS, docs_page
 from autotune_amp.service.jobs import WAITING, ForbiddenError, QueueFullError, Search, State, UnknownError
 from autotune_amp.service.runs import RunStore, prometheus_text, router
 from autotune_amp.service.searching import OptionError, SearchThread, checked_option, error_fields, server_sent_event
@@ -104,7 +105,8 @@ def caller(request: Request) -> str:
 
 def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
     """Return the application that serves these searches and training runs."""
-    app = FastAPI(title="autotune_amp", version=__version__, summary="Searches on request, and what was measured.")
+    summary = "Searches on request, and what was measured."
+    app = FastAPI(title="autotune_amp", version=__version__, summary=summary, docs_url=None, redoc_url=None)
     targets = searches.settings.targets
 
     @app.exception_handler(RequestValidationError)
@@ -202,6 +204,11 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
         """Return whether the service runs searches. It needs no token."""
         is_well = searches.is_alive()
         return JsonResponse(msgspec.json.encode({"status": "ok" if is_well else "broken"}), 200 if is_well else 503)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        """Return the page that lists the routes."""
+        return HTMLResponse(docs_page(app.openapi()), headers=PAGE_HEADERS)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:

@@ -1,7 +1,8 @@
 """Gate of a service: who may ask, how often, how much, and how long; everything else is refused before it is read.
 
 Uvicorn has no limit on the time that a request takes to arrive: `TimedProtocol` closes a connection whose headers take
-too long, and the gate reads a body within its own limit of time and size before anything else sees it.
+too long, and the gate reads a body within its own limit of time and size before anything else sees it. Nor has it one
+on the time that a client takes to read its answer: `TimedProtocol` has one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import binascii
 import hmac
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -23,7 +26,8 @@ from autotune_amp.service.settings import LOOPBACK
 
 MAX_BODY_BYTES = 64 * 1024
 ARRIVAL_SECONDS = 10.0  # for the headers of a request, and again for its body
-ANSWER_SECONDS = 60.0  # except a stream of events
+ANSWER_SECONDS = 60.0  # except a stream of events; and again for the client to read what was sent
+MAX_STREAMS = 16  # of events, open at once, for each caller
 OPEN_PATH = "/healthz"
 LOCAL_CALLER = "local"
 
@@ -83,6 +87,7 @@ class Gate:
     def __init__(self, app: ASGIApp, tokens: Mapping[str, str], requests_per_minute: int) -> None:
         self._app, self._tokens = app, tokens
         self._rate = RateLimit(requests_per_minute)
+        self._num_streams: Counter[str] = Counter()  # open ones, by caller
         self.num_answers: dict[int, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,8 +107,11 @@ class Gate:
         try:
             self._admit(scope)
             body = await _whole_body(scope, receive)
-            seconds = None if scope["path"].endswith("/events") else ANSWER_SECONDS
-            await asyncio.wait_for(self._app(scope, _replayed(body, receive), count), seconds)
+            if scope["path"].endswith("/events"):
+                with self._stream(scope["state"]["caller"]):
+                    await self._app(scope, _replayed(body, receive), count)
+            else:
+                await asyncio.wait_for(self._app(scope, _replayed(body, receive), count), ANSWER_SECONDS)
         except Refusal as refusal:
             await _refuse(refusal, count)
         except asyncio.TimeoutError:
@@ -135,6 +143,18 @@ class Gate:
                 429, "Too many requests.", "Wait as Retry-After says.", {"Retry-After": f"{int(wait_seconds) + 1}"}
             )
         scope.setdefault("state", {})["caller"] = caller
+
+    @contextmanager
+    def _stream(self, caller: str) -> Iterator[None]:
+        """Count an open stream of the caller. Raises `Refusal` if there are `MAX_STREAMS` already."""
+        if self._num_streams[caller] >= MAX_STREAMS:
+            next_step = "Close one, or ask for the search's state instead."
+            raise Refusal(429, "Too many streams are open.", next_step, {"Retry-After": "30"})
+        self._num_streams[caller] += 1
+        try:
+            yield
+        finally:
+            self._num_streams[caller] -= 1
 
 
 async def _whole_body(scope: Scope, receive: Receive) -> bytes:
@@ -182,13 +202,18 @@ async def _refuse(refusal: Refusal, send: Send) -> None:
 
 
 class TimedProtocol(H11Protocol):
-    """HTTP connection that is closed if the headers of a request take longer than `ARRIVAL_SECONDS`."""
+    """HTTP connection that is closed if the headers of a request take longer than `ARRIVAL_SECONDS`.
+
+    It is also closed if the client does not read what was sent within `ANSWER_SECONDS`.
+    """
 
     _header_timer: asyncio.TimerHandle | None = None
+    _reading_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for the first request."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # writing is paused while anything waits for the client
         self._restart_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -201,6 +226,22 @@ class TimedProtocol(H11Protocol):
         super().connection_lost(exc)
         if self._header_timer is not None:
             self._header_timer.cancel()
+        self._end_reading_timer()
+
+    def pause_writing(self) -> None:
+        """Wait for the client to read."""
+        super().pause_writing()
+        self._reading_timer = self.loop.call_later(ANSWER_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Go on once the client has read everything."""
+        super().resume_writing()
+        self._end_reading_timer()
+
+    def _end_reading_timer(self) -> None:
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
+            self._reading_timer = None
 
     def _restart_timer(self) -> None:
         """Run the timer while a request's headers are not complete, from their first byte on."""

@@ -312,6 +312,13 @@ def _labels(run: StoredRun) -> str:
     return f'{{run="{run.id}",name="{escaped}",precision="{run.newest.precision}"}}'
 
 
+def _post_schema() -> dict[str, object]:
+    """Return the OpenAPI description of the body of a post, without references."""
+    _, schemas = msgspec.json.schema_components((RunPost,))
+    schemas["RunPost"]["properties"]["values"]["items"] = schemas["PostedReadings"]
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schemas["RunPost"]}}}}
+
+
 async def _body(request: Request) -> bytes:
     return await request.body()
 
@@ -334,7 +341,7 @@ def router(store: RunStore, caller: Callable[..., str]) -> APIRouter:
         """Return all runs with their newest metrics, the one heard of last first."""
         return _json([run.summary() for run in store.runs()])
 
-    @routes.post("/{run_id}", status_code=204)
+    @routes.post("/{run_id}", status_code=204, openapi_extra=_post_schema())
     def post_metrics(
         run_id: str, owner: Annotated[str, Depends(caller)], body: Annotated[bytes, Depends(_body)]
     ) -> Response:

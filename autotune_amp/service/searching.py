@@ -7,6 +7,7 @@ and the next service starts it again, which resumes its study. Two searches run 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -286,8 +287,7 @@ class SearchThread(threading.Thread):
         if self._is_hardware_wanted and self.hardware is None and not taken:
             devices = {target.limits.first_device for target in self.settings.targets.values()}
             for device in sorted(devices - self._probed.keys())[:1]:
-                output = self._files.parent / "hardware.json"
-                self._probing = device, _Process(["probe", "--json", "--device", device], self.settings.folder, output)
+                self._start_probe(device)
                 return
             self.hardware = self._probed
         for search in self.queue.waiting():
@@ -301,11 +301,20 @@ class SearchThread(threading.Thread):
                 elif time.monotonic() >= self._not_before.get(search.id, 0.0):
                     taken.append(self._devices[search.target])
                     self._start_search(search, target, options)
-            except AutotuneAmpError as error:
-                self.queue.change(search.id, state="failed", ended=time.time(), error=error_fields(error))
-            except OSError as error:
-                unusable = StudyError(f"The service's folder: {cause(error)}.", "Free some space there.")
-                self.queue.change(search.id, state="failed", ended=time.time(), error=error_fields(unusable))
+            except (AutotuneAmpError, OSError) as error:
+                if _is_shortage(error):
+                    self._not_before[search.id] = time.monotonic() + _BUSY_SECONDS
+                else:
+                    self.queue.change(search.id, state="failed", ended=time.time(), error=_start_error_fields(error))
+
+    def _start_probe(self, device: str) -> None:
+        """Start the probe of a device, whose document is the error if that cannot be done."""
+        output = self._files.parent / "hardware.json"
+        try:
+            self._probing = device, _Process(["probe", "--json", "--device", device], self.settings.folder, output)
+        except (AutotuneAmpError, OSError) as error:
+            if not _is_shortage(error):
+                self._probed[device] = _start_error_fields(error)
 
     def _start_search(self, search: Search, target: Target, options: SearchOptions) -> None:
         events = SearchEvents(self._files / f"{search.id}.events.jsonl")
@@ -428,6 +437,18 @@ def checked_option(field: str, name: str, value: Any) -> None:
 def error_fields(error: AutotuneAmpError) -> dict[str, str]:
     """Return the fields of an error in a document."""
     return {"kind": error.kind, "message": error.message, "next_step": error.next_step}
+
+
+def _is_shortage(error: AutotuneAmpError | OSError) -> bool:
+    """Whether an error, or its cause, is that there are too many open files for the moment."""
+    return any(isinstance(e, OSError) and e.errno in (errno.EMFILE, errno.ENFILE) for e in (error, error.__cause__))
+
+
+def _start_error_fields(error: AutotuneAmpError | OSError) -> dict[str, str]:
+    """Return the fields of the error for a process that could not be started."""
+    if isinstance(error, OSError):
+        error = StudyError(f"The service's folder: {cause(error)}.", "Free some space there.")
+    return error_fields(error)
 
 
 def _devices_of(limits: SearchOptions) -> frozenset[str]:

@@ -23,7 +23,7 @@ from autotune_amp.service.searching import SearchThread
 from autotune_amp.service.settings import Settings
 
 _BACKLOG = 2048  # connections that wait to be accepted
-_MAX_CONNECTIONS = 4096  # further ones are answered with 503
+_MAX_CONNECTIONS = 4096  # at most half of the file descriptors; further ones are answered with 503
 _GOODBYE_SECONDS = 3  # for open answers when the service ends
 _LOWEST_PRIORITY = 19
 
@@ -75,7 +75,7 @@ def open_service(settings: Settings, tokens: Mapping[str, str]) -> Iterator[Serv
             access_log=False,
             server_header=False,
             backlog=_BACKLOG,
-            limit_concurrency=_MAX_CONNECTIONS,
+            limit_concurrency=_max_connections(),
             timeout_graceful_shutdown=_GOODBYE_SECONDS,
         )
         searches.start()
@@ -84,6 +84,21 @@ def open_service(settings: Settings, tokens: Mapping[str, str]) -> Iterator[Serv
         finally:
             searches.stop()
             queue.close()
+
+
+def _max_connections() -> int:
+    """Raise this process' limit of file descriptors where it may; return how many connections leave half of it free."""
+    if sys.platform == "win32":  # which has no such limit
+        return _MAX_CONNECTIONS
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _MAX_CONNECTIONS
+    wanted = 2 * _MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, 2 * _MAX_CONNECTIONS)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return min(max(soft, wanted) // 2, _MAX_CONNECTIONS)
 
 
 @contextmanager

@@ -9,7 +9,8 @@ import hmac
 import json
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -35,10 +36,14 @@ class Application:
         if scope["path"] == "/slow":
             await asyncio.sleep(60)
         answer = json.dumps([scope["state"].get("caller"), len(body)]).encode()
+        if scope["path"] == "/large":
+            answer *= 1 << 20
         headers = [(b"content-length", str(len(answer)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         if scope["path"] == "/slow/events":
             await asyncio.sleep(3 * SHORT_SECONDS)
+        if scope["path"] == "/open/events":
+            assert (await receive())["type"] == "http.disconnect"
         await send({"type": "http.response.body", "body": answer})
 
 
@@ -54,6 +59,10 @@ class Served:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
         self._thread.start()
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._server.server_state.connections)
 
     def close(self) -> None:
         self._server.should_exit = True
@@ -83,6 +92,13 @@ class Served:
             headers = (f"Content-Length: {len(body)}", *headers)
         head = "\r\n".join([f"{method} {path} HTTP/1.1", *headers, "Connection: close", "", ""])
         return self.send(head.encode(), body)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -192,6 +208,28 @@ def test_an_answer_that_takes_too_long_is_given_up_but_not_a_stream(
     monkeypatch.setattr(gate, "ANSWER_SECONDS", SHORT_SECONDS)
     assert served.ask("/slow", ANN)[0] == 504
     assert b'["ann", 0]' in served.ask("/slow/events", ANN)[2]
+
+
+@pytest.mark.parametrize("rest", ["", "Connection: close\r\n"])
+def test_who_does_not_read_is_cut_off(rest: str, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "ANSWER_SECONDS", SHORT_SECONDS)
+    with socket.create_connection(served.address, timeout=30) as connection:
+        connection.sendall(f"GET /large HTTP/1.1\r\nHost: 127.0.0.1\r\n{ANN}\r\n{rest}\r\n".encode())
+        assert connection.recv(1)
+        wait_until(lambda: not served.num_connections)
+
+
+def test_each_caller_may_have_some_streams_open(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "MAX_STREAMS", 1)
+    with socket.create_connection(served.address, timeout=30) as connection:
+        connection.sendall(f"GET /open/events HTTP/1.1\r\nHost: 127.0.0.1\r\n{ANN}\r\n\r\n".encode())
+        assert connection.recv(1), "it is open"
+        status, headers, body = served.ask("/slow/events", ANN)
+        assert (status, json.loads(body)["error"]["kind"]) == (429, "refused")
+        assert headers["retry-after"]
+        assert served.ask("/slow/events", basic("fedcba9876543210"))[0] == 200
+        assert served.ask("/x", ANN)[0] == 200
+    wait_until(lambda: served.ask("/slow/events", ANN)[0] == 200)
 
 
 def test_each_caller_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 from msgspec.structs import replace
 
-from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.errors import InvalidRequestError, RunnerError
 from autotune_amp.service import searching
 from autotune_amp.service.jobs import Queue, Search
 from autotune_amp.service.searching import OptionError, SearchEvents, SearchThread, checked_options
@@ -261,6 +262,51 @@ def test_devices_are_probed_when_nothing_runs(make: Callable[..., Service]) -> N
         probe.end(0, {"hardware": device}) if device == "cpu" else probe.end(2, BUSY)
     service.until(lambda: service.thread.hardware)
     assert service.thread.hardware == {"cpu": "cpu", "cuda:0": BUSY["error"]}
+
+
+@pytest.mark.parametrize("is_cause", [True, False])
+def test_a_search_waits_while_too_many_files_are_open(
+    is_cause: bool, make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shortage = OSError(errno.EMFILE, "Too many open files")
+    tried: list[str] = []
+
+    def fail(arguments: list[str], *_: object) -> None:
+        tried.append(arguments[0])
+        if is_cause:
+            raise RunnerError("It cannot be started.", "Wait.") from shortage
+        raise shortage
+
+    monkeypatch.setattr(searching, "_BUSY_SECONDS", 0.02)
+    with monkeypatch.context() as patch:
+        patch.setattr(searching, "_Process", fail)
+        service = make(mlp="cpu")
+        service.thread.want_hardware()
+        service.until(lambda: tried.count("probe") > 1)
+    service.process(0).end(0, {"hardware": "cpu"})
+    service.until(lambda: service.thread.hardware)
+    tried.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(searching, "_Process", fail)
+        id_ = service.ask("mlp")
+        service.until(lambda: tried.count("search") > 1)
+        assert service.search(id_).state == "queued"
+    service.process(1).end(0, DOCUMENT)
+    service.until(lambda: service.search(id_).state == "done")
+
+
+def test_a_probe_that_cannot_be_started_is_told(make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(searching, "_Process", fail)
+        service = make(mlp="cpu")
+        service.thread.want_hardware()
+        service.until(lambda: service.thread.hardware)
+    assert service.thread.hardware is not None
+    assert service.thread.hardware["cpu"]["kind"] == "study"
+    assert service.thread.is_alive()
 
 
 def test_options_are_those_of_the_target_at_most() -> None:
