@@ -19,8 +19,7 @@ from autotune_amp import __version__
 from autotune_amp.core.documents import decode
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, StudyError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.search.answer.decide import rerank
-from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.answer.decide import rerank_with_options
 from autotune_amp.service.jobs import WAITING, ForbiddenError, QueueFullError, Search, State, UnknownError
 from autotune_amp.service.runs import RunStore, prometheus_text, router
 from autotune_amp.service.searching import OptionError, SearchThread, checked_option, error_fields, server_sent_event
@@ -164,11 +163,12 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
         ranking = msgspec.json.decode(asked, type=dict[str, Any])
         search = searches.queue.searches[id_]
         saved = decode(searches.recommendation_json(search) or b"", Recommendation)
-        wanted = SearchOptions.from_user(
-            precision=ranking.pop("precision_allowed", None), memory_limit=ranking.pop("memory_limit", None), **ranking
-        )
-        again = rerank(
-            saved, wanted, searches.study(saved), precisions=wanted.precisions, memory_limit=wanted.memory_limit
+        again = rerank_with_options(
+            saved,
+            searches.study(saved).recommendation_path,
+            *(ranking.get(name) for name in ("objective", "steps", "samples", "price_per_hour")),
+            precision=ranking.get("precision_allowed"),
+            memory_limit=ranking.get("memory_limit"),
         )
         return msgspec.json.encode(answer_document(search, again))
 
