@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from autotune_amp import __version__
 from autotune_amp.core.documents import decode
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, StudyError
+from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.search.answer.decide import rerank_with_options
 from autotune_amp.service.jobs import WAITING, ForbiddenError, QueueFullError, Search, State, UnknownError
@@ -175,10 +176,10 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
     @app.get("/recommendations/{target}")
     def recommend(target: str, ranking: Annotated[Ranking, Query()]) -> Response:
         """Return what to train a target with, ranked again from what was measured, without running anything."""
-        search = searches.newest_measured(target)
         asked = ranking.model_dump(exclude_none=True)
         for name, value in asked.items():
             checked_option(name, "precision" if name == "precision_allowed" else name, value)
+        search = searches.newest_measured(target, ranking.precision_allowed or PRECISIONS)
         return JsonResponse(ranked_again(search.id, search.measured, msgspec.json.encode(asked).decode()))
 
     @app.get("/hardware")

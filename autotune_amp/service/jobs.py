@@ -34,13 +34,15 @@ _TABLE = sqlalchemy.Table(
 class Search(msgspec.Struct, frozen=True, kw_only=True):
     """A requested search and its state. Times are seconds since 1970.
 
-    `id` is a digest of the request, so that equal requests are one search. `options` are those that were asked for, by
+    `id` is a digest of the request, so that equal requests are one search. `target_digest` is that of the target's
+    settings when it was asked for. `options` are those that were asked for, by
     the names of the request. `callers` wait for it; without one it is ended. `measured` is when it was last done, which
     stays when it is asked for again. `error` says why it failed.
     """
 
     id: str
     target: str
+    target_digest: str = ""
     options: dict[str, Any]
     callers: tuple[str, ...]
     state: State = "queued"
@@ -66,6 +68,11 @@ class ForbiddenError(AutotuneAmpError):
 def search_id(target: Target, options: SearchOptions) -> str:
     """Return the ID of the search with these options: 32 hexadecimal digits, equal for equal requests."""
     return _digest(target, options)[:32]
+
+
+def target_digest(target: Target) -> str:
+    """Return a digest of a target's settings: another one if its program, folder, devices or limits are changed."""
+    return hashlib.sha256(msgspec.json.encode(target)).hexdigest()[:32]
 
 
 def study_name(name: str, target: Target, options: SearchOptions) -> str:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ import psutil
 
 from autotune_amp.core.documents import cause, decode, read_file
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, StudyError
+from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.text import in_python
 from autotune_amp.hardware import identify, nvml
 from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.storage.folder import StudyFolder
-from autotune_amp.service.jobs import WAITING, Queue, Search, UnknownError, search_id, study_name
+from autotune_amp.service.jobs import WAITING, Queue, Search, UnknownError, search_id, study_name, target_digest
 from autotune_amp.service.settings import TOKEN_VARIABLE, Settings, Target
 
 _TICK_SECONDS = 0.25
@@ -158,7 +159,10 @@ class SearchThread(threading.Thread):
         """
         target = self.settings.targets[name]
         id_ = search_id(target, checked_options(target, asked))
-        search = self.queue.submit(Search(id=id_, target=name, options=dict(asked), callers=(caller,)))
+        asked_for = Search(
+            id=id_, target=name, target_digest=target_digest(target), options=dict(asked), callers=(caller,)
+        )
+        search = self.queue.submit(asked_for)
         self._wake.set()
         return search
 
@@ -213,19 +217,29 @@ class SearchThread(threading.Thread):
             return msgspec.Raw(msgspec.json.format(text, indent=-1))
         return None
 
-    def newest_measured(self, name: str) -> Search:
-        """Return the search of a target that was done last, one of all precisions if there is any.
+    def newest_measured(self, name: str, precisions: Collection[str] = PRECISIONS) -> Search:
+        """Return the search that was done last of a target as it is set today, one of all `precisions` if there is any.
 
         Raises `UnknownError` without one.
         """
-        searches = list(self.queue.searches.values())
-        measured = [search for search in searches if search.target == name and search.measured is not None]
+        target = self.settings.targets.get(name)
+        digest = None if target is None else target_digest(target)
+        measured = [
+            search
+            for search in list(self.queue.searches.values())
+            if search.target_digest == digest and search.measured is not None
+        ]
         if not measured:
             raise UnknownError(
                 "No search of this target is finished.",
                 f"POST /searches begins one; the targets are {', '.join(self.settings.targets)}.",
             )
-        return max(measured, key=lambda search: (search.options.get("precision") is None, search.measured or 0.0))
+
+        def rank(search: Search) -> tuple[bool, float]:
+            tried = SearchOptions.from_user(precision=search.options.get("precision")).precisions or PRECISIONS
+            return set(precisions) <= set(tried), search.measured or 0.0
+
+        return max(measured, key=rank)
 
     def study(self, recommendation: Recommendation) -> StudyFolder:
         """Return the folder with the records of a recommendation."""

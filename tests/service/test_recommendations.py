@@ -11,10 +11,11 @@ from typing import Any, cast
 import pytest
 from fastapi.routing import APIRoute
 
+from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.search.answer.decide import rerank_with_options
 from autotune_amp.service.app import Ranking, create_app
-from autotune_amp.service.jobs import Queue
+from autotune_amp.service.jobs import Queue, UnknownError
 from autotune_amp.service.runs import RunStore
 from autotune_amp.service.searching import SearchThread
 from autotune_amp.service.settings import Settings, Target
@@ -65,3 +66,18 @@ def test_what_the_search_was_asked_with_is_kept_unless_asked_otherwise(service: 
     assert (other["objective"], other["job"]["num_steps"]) == ("speed", 100)
     limited = service.recommend(precision_allowed=["fp32"], memory_limit="1GiB")["recommendation"]
     assert (limited["config"]["precision"], limited["options"]["memory_limit"]) == ("fp32", 1 << 30)
+
+
+def test_the_newest_search_of_this_program_that_covers_the_precisions_answers(service: Measured) -> None:
+    every = service.measure(service.saved, 1.0, seed=1)
+    few = service.measure(service.saved, 2.0, precision=["fp32", "bf16"])
+    assert service.recommend()["search"] == every
+    assert service.recommend(precision_allowed=["fp32"])["search"] == few
+    assert service.recommend(precision_allowed=["fp16", "fp32"])["search"] == every
+    service.measure(service.saved, 3.0, precision=list(PRECISIONS))
+    assert service.recommend()["measured"] == 3.0
+    service.targets["mlp"] = Target(workload="other.py:f", device="cpu")
+    with pytest.raises(UnknownError):
+        service.recommend()
+    of_other = service.measure(service.saved, 0.5, precision="fp32")
+    assert service.recommend()["search"] == of_other
