@@ -40,7 +40,8 @@ _STATUSES: dict[type[AutotuneAmpError], int] = {
 class Options(BaseModel):
     """Options of a search, as those of `autotune-amp search`. The target's limits hold for `budget` and `memory_limit`.
 
-    `budget` is in seconds; `batch_size` is "LOW:HIGH"; `memory_limit` is a size such as "16GiB", or bytes.
+    `budget` is in seconds; `batch_size` is "LOW:HIGH"; `memory_limit` is a size such as "16GiB", or bytes. `fresh`
+    repeats measurements that exist already; without it, an equal search that is done answers.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -58,6 +59,7 @@ class Options(BaseModel):
     samples: int | None = None
     price_per_hour: float | None = None
     seed: int | None = None
+    fresh: bool = False
 
 
 class SearchRequest(BaseModel):
@@ -133,12 +135,13 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
 
     @app.post("/searches", status_code=202)
     def submit(request: SearchRequest, asked_by: Request) -> Response:
-        """Queue a search, or join the equal one that waits, runs or was finished. GET its Location to follow it."""
+        """Queue a search, or join the equal one that waits, runs or is done. GET its Location to follow it."""
         if request.target not in targets:
             message = f"target is {request.target[:80]!r}."
             raise OptionError("target", message, f"Name one of {', '.join(targets)}.")
         options = request.options.model_dump(exclude_none=True, by_alias=True)
-        search = searches.submit(request.target, options, caller(asked_by))
+        is_fresh = options.pop("fresh")
+        search = searches.submit(request.target, options, caller(asked_by), is_fresh=is_fresh)
         return JsonResponse(searches.document(search), 202, {"Location": f"/searches/{search.id}"})
 
     @app.get("/searches/{id_}")
@@ -163,7 +166,7 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
     def ranked_again(id_: str, measured: float | None, asked: str) -> bytes:  # noqa: ARG001 - part of the key
         ranking = msgspec.json.decode(asked, type=dict[str, Any])
         search = searches.queue.searches[id_]
-        saved = decode(searches.recommendation_json(search) or b"", Recommendation)
+        saved = decode(searches.measured_json(search) or b"", Recommendation)
         again = rerank_with_options(
             saved,
             searches.study(saved).recommendation_path,

@@ -151,8 +151,8 @@ class SearchThread(threading.Thread):
 
     # --- asked by clients, from any thread ---------------------------------------------------------------------------
 
-    def submit(self, name: str, asked: Mapping[str, Any], caller: str) -> Search:
-        """Queue a search of the target `name`, or join the equal one; return it.
+    def submit(self, name: str, asked: Mapping[str, Any], caller: str, *, is_fresh: bool = False) -> Search:
+        """Queue a search of the target `name`, or join the equal one; return it, with `is_fresh` to be measured again.
 
         Raises `OptionError` for an option that is wrong or above the target's limits, and the errors of
         `Queue.submit`.
@@ -160,7 +160,12 @@ class SearchThread(threading.Thread):
         target = self.settings.targets[name]
         id_ = search_id(target, checked_options(target, asked))
         asked_for = Search(
-            id=id_, target=name, target_digest=target_digest(target), options=dict(asked), callers=(caller,)
+            id=id_,
+            target=name,
+            target_digest=target_digest(target),
+            options=dict(asked),
+            callers=(caller,),
+            is_fresh=is_fresh,
         )
         search = self.queue.submit(asked_for)
         self._wake.set()
@@ -173,7 +178,10 @@ class SearchThread(threading.Thread):
         return search
 
     def document(self, search: Search) -> bytes:
-        """Return a search as JSON: its state, its best so far, and its recommendation or error once it is over."""
+        """Return a search as JSON: its state, its best so far, and its recommendation or error once it is over.
+
+        The recommendation stays while the search is done again.
+        """
         if search.state in WAITING:
             waiting = [other.id for other in self.queue.waiting()]
             return self._encode(search, waiting.index(search.id) if search.id in waiting else None)
@@ -187,7 +195,7 @@ class SearchThread(threading.Thread):
 
     def _encode(self, search: Search, position: int | None) -> bytes:
         events = self.events(search)
-        recommendation = self.recommendation_json(search) if search.state in ("done", "ended") else None
+        recommendation = None if search.state == "failed" else self._recommendation_json(search)
         fields = msgspec.structs.asdict(search) | {
             "position": position,
             "phase": events.phase if search.state == "running" else None,
@@ -207,14 +215,20 @@ class SearchThread(threading.Thread):
             events.read()
         return events
 
-    def recommendation_json(self, search: Search) -> msgspec.Raw | None:
+    def _recommendation_json(self, search: Search) -> msgspec.Raw | None:
         """Return the newest recommendation of a search, the best so far if it was ended, or None."""
+        if search.state != "ended":
+            return self.measured_json(search)
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            if search.state == "ended":
-                text = bytes(msgspec.json.decode(read_file(self._output(search.id)), type=_ErrorDocument).best)
-            else:
-                text = read_file(self._result(search.id))
+            text = bytes(msgspec.json.decode(read_file(self._output(search.id)), type=_ErrorDocument).best)
             return msgspec.Raw(msgspec.json.format(text, indent=-1))
+        return None
+
+    def measured_json(self, search: Search) -> msgspec.Raw | None:
+        """Return the recommendation of a search when it was last done, or None if it never was."""
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            if search.measured is not None:
+                return msgspec.Raw(msgspec.json.format(read_file(self._result(search.id)), indent=-1))
         return None
 
     def newest_measured(self, name: str, precisions: Collection[str] = PRECISIONS) -> Search:
@@ -329,7 +343,8 @@ class SearchThread(threading.Thread):
         events.phase = None
         study = study_name(search.target, target, options)
         own = ["--json", "--events", str(events.path), "--out", self._studies, "--study", study]
-        arguments = ["search", *options.arguments(), *own, *target.arguments()]
+        fresh = ["--fresh"] if search.is_fresh else []
+        arguments = ["search", *options.arguments(), *fresh, *own, *target.arguments()]
         self._running[search.id] = _Process(arguments, target.folder, self._output(search.id))
         self._events[search.id] = events
         self.queue.change(search.id, state="running", started=time.time(), ended=None, error=None)
@@ -342,6 +357,8 @@ class SearchThread(threading.Thread):
             self._events[id_].read()
             self.num_trials += self._events[id_].num_trials - num_before
             search = self.queue.searches[id_]
+            if search.is_fresh and self._events[id_].num_trials:  # from here on it is resumed, not begun again
+                search = self.queue.change(id_, is_fresh=False)
             if code is not None:
                 del self._running[id_]
                 process.close()

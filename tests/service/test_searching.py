@@ -157,6 +157,27 @@ def test_one_search_runs_on_a_device_and_none_overtakes(make: Callable[..., Serv
     assert [service.search(id_).state for id_ in (fourth, beside)] == ["running", "running"]
 
 
+def test_a_search_is_measured_again_only_if_asked_and_answers_as_before_meanwhile(make: Callable[..., Service]) -> None:
+    service = make(mlp="cpu")
+    id_ = service.ask("mlp")
+    service.process(0).end(0, DOCUMENT)
+    service.until(lambda: service.search(id_).state == "done")
+    assert service.ask("mlp", "ben") == id_
+    assert service.search(id_).state == "done"
+    assert "--fresh" not in service.process(0).arguments
+    service.thread.submit("mlp", {}, "ben", is_fresh=True)
+    fresh = service.process(1)
+    assert "--fresh" in fresh.arguments
+    service.until(lambda: service.search(id_).state == "running")
+    assert service.document(id_)["recommendation"] == DOCUMENT
+    assert fresh.events is not None
+    fresh.events.write_text('{"event": "trial"}\n')
+    service.until(lambda: not service.search(id_).is_fresh)
+    service.stop()
+    service.start()
+    assert "--fresh" not in service.process(2).arguments, "it goes on"
+
+
 @pytest.mark.parametrize(
     ("code", "document", "words"),
     [(2, REFUSED, ("budget_too_small", "budget is 1.", "Give budget=2.")), (-9, {}, ("crash", "-9", ".log"))],
