@@ -21,7 +21,7 @@ import msgspec
 import psutil
 
 from autotune_amp.core.documents import cause, decode, read_file
-from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, StudyError
+from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, RunnerError, StudyError
 from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.text import in_python
@@ -34,6 +34,8 @@ from autotune_amp.service.settings import TOKEN_VARIABLE, Settings, Target
 
 _TICK_SECONDS = 0.25
 _END_SECONDS = 60.0  # for a search to save its best after SIGTERM
+_LATE_SECONDS = 600.0  # after its budget, when a search is interrupted
+_PROBE_SECONDS = 60.0  # for a probe, before it is interrupted
 _BUSY_SECONDS = 2.0  # until a search is tried again whose study somebody else uses
 
 
@@ -135,7 +137,7 @@ class SearchThread(threading.Thread):
         super().__init__(name="autotune_amp searches", daemon=True)
         self.settings, self.queue = settings, queue
         self.is_stopping = False
-        self.hardware: dict[str, dict[str, Any]] | None = None  # documents of the devices, once they are probed
+        self.hardware: dict[str, dict[str, Any]] | None = None  # documents or errors of the devices, once probed
         self.num_trials = 0  # of all searches, since the service was started
         self._files = Path(settings.folder, "searches")
         self._files.mkdir(parents=True, exist_ok=True)
@@ -144,6 +146,8 @@ class SearchThread(threading.Thread):
         self._is_hardware_wanted = False
         self._probed: dict[str, dict[str, Any]] = {}
         self._probing: tuple[str, _Process] | None = None
+        self._interrupt_at: dict[str, float] = {}  # by the ID of a search that runs
+        self._interrupt_probe_at = 0.0
         self._not_before: dict[str, float] = {}
         self._events: dict[str, SearchEvents] = {}
         self._documents: dict[str, tuple[Search, bytes]] = {}
@@ -260,7 +264,7 @@ class SearchThread(threading.Thread):
         return StudyFolder(self._studies, recommendation.search.study)
 
     def want_hardware(self) -> None:
-        """Have the devices probed, once no search runs."""
+        """Have the devices probed whose memory and support are not known, once no search runs."""
         self._is_hardware_wanted = True
         self._wake.set()
 
@@ -311,13 +315,17 @@ class SearchThread(threading.Thread):
         if self._probing is not None:
             return
         taken = [self._devices[self.queue.searches[id_].target] for id_ in self._running]
-        if self._is_hardware_wanted and self.hardware is None and not taken:
-            devices = {target.limits.first_device for target in self.settings.targets.values()}
+        # One that failed is probed again only while no search waits, so that those who ask for it hold none up.
+        if self._is_hardware_wanted and not taken and (self.hardware is None or not self.queue.waiting()):
+            devices = frozenset[str]().union(*self._devices.values())
             for device in sorted(devices - self._probed.keys())[:1]:
+                self._interrupt_probe_at = time.monotonic() + _PROBE_SECONDS
                 output = self._files.parent / "hardware.json"
                 self._probing = device, _Process(["probe", "--json", "--device", device], self.settings.folder, output)
                 return
-            self.hardware = self._probed
+            self.hardware = dict(self._probed)
+            self._probed = {device: found for device, found in self._probed.items() if "next_step" not in found}
+            self._is_hardware_wanted = False
         for search in self.queue.waiting():
             target = self.settings.targets.get(search.target)
             try:
@@ -347,10 +355,11 @@ class SearchThread(threading.Thread):
         arguments = ["search", *options.arguments(), *fresh, *own, *target.arguments()]
         self._running[search.id] = _Process(arguments, target.folder, self._output(search.id))
         self._events[search.id] = events
+        self._interrupt_at[search.id] = time.monotonic() + options.budget_seconds + _LATE_SECONDS
         self.queue.change(search.id, state="running", started=time.time(), ended=None, error=None)
 
     def _follow(self) -> None:
-        """Read new events, interrupt searches that nobody waits for, and save how ended ones ended."""
+        """Read new events, interrupt what hangs or nobody waits for, and save how ended ones ended."""
         for id_, process in list(self._running.items()):
             num_before = self._events[id_].num_trials
             code = process.exit_code()
@@ -364,7 +373,7 @@ class SearchThread(threading.Thread):
                 process.close()
                 self._finish(search, code, process)
                 del self._events[id_]
-            elif not search.callers:
+            elif not search.callers or time.monotonic() > self._interrupt_at[id_]:
                 process.interrupt()
         if self._probing is not None:
             device, process = self._probing
@@ -373,8 +382,10 @@ class SearchThread(threading.Thread):
                 process.close()
                 self._probing = None
                 document = process.document()
-                self._probed[device] = document.get("hardware") or document.get("error") or {"status": code}
+                self._probed[device] = document.get("hardware") or document.get("error") or _failed_probe(device)
                 self._wake.set()
+            elif time.monotonic() > self._interrupt_probe_at:
+                process.interrupt()
 
     def _finish(self, search: Search, code: int, process: _Process) -> None:
         """Save how a search ended, from its exit code and what it printed."""
@@ -385,6 +396,12 @@ class SearchThread(threading.Thread):
             self.queue.change(search.id, state="done", ended=time.time(), measured=time.time())
         elif process.is_interrupted and not search.callers:
             self.queue.change(search.id, state="ended", ended=time.time())
+        elif process.is_interrupted and time.monotonic() > self._interrupt_at[search.id]:
+            late = RunnerError(
+                f"The search still ran {_LATE_SECONDS:g} s after its budget.",
+                f"Ask again to go on with it; its output is {search.id}.log in the service's folder.",
+            )
+            self.queue.change(search.id, state="failed", ended=time.time(), error=error_fields(late))
         elif process.is_interrupted:  # by the end of the service, or somebody joined meanwhile: it goes on later
             self.queue.change(search.id, state="queued")
         elif error.get("kind") == "study_busy":
@@ -453,6 +470,15 @@ def checked_option(field: str, name: str, value: Any) -> None:
 def error_fields(error: AutotuneAmpError) -> dict[str, str]:
     """Return the fields of an error in a document."""
     return {"kind": error.kind, "message": error.message, "next_step": error.next_step}
+
+
+def _failed_probe(device: str) -> dict[str, str]:
+    """Return the fields of the error for a probe that crashed or hung."""
+    return error_fields(
+        RunnerError(
+            f"The probe of {device} failed.", f"Run `autotune-amp probe --device {device}` on the service's host."
+        )
+    )
 
 
 def _devices_of(limits: SearchOptions) -> frozenset[str]:

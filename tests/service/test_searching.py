@@ -281,6 +281,32 @@ def test_devices_are_probed_when_nothing_runs(make: Callable[..., Service]) -> N
         probe.end(0, {"hardware": device}) if device == "cpu" else probe.end(2, BUSY)
     service.until(lambda: service.thread.hardware)
     assert service.thread.hardware == {"cpu": "cpu", "cuda:0": BUSY["error"]}
+    service.thread.want_hardware()
+    again = service.process(3)
+    assert again.arguments[-1] == "cuda:0", "only what failed"
+    again.end(0, {"hardware": "gpu"})
+    service.until(lambda: service.thread.hardware == {"cpu": "cpu", "cuda:0": "gpu"})
+    service.stop()
+    both = replace(service.settings.targets["gpu"], device="auto", devices=(0, 1))
+    service.settings = replace(service.settings, targets={"both": both})
+    service.start()
+    service.thread.want_hardware()
+    for number in (4, 5):
+        service.process(number).end(0, {"hardware": "gpu"})
+    service.until(lambda: service.thread.hardware == {"cuda:0": "gpu", "cuda:1": "gpu"})
+
+
+def test_what_hangs_is_interrupted(make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "_PROBE_SECONDS", 0.0)
+    service = make(mlp="cpu")
+    service.thread.want_hardware()
+    assert service.process(0).arguments[0] == "probe"
+    service.until(lambda: service.thread.hardware)
+    monkeypatch.setattr(searching, "_LATE_SECONDS", -1000.0)
+    id_ = service.ask("mlp")
+    service.until(lambda: service.search(id_).state == "failed")
+    assert service.process(1).is_interrupted
+    assert service.search(id_).error
 
 
 def test_options_are_those_of_the_target_at_most() -> None:
