@@ -19,9 +19,9 @@ from starlette.exceptions import HTTPException
 from autotune_amp import __version__
 from autotune_amp.core.documents import decode
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, StudyError
+from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.search.answer.decide import rerank
-from autotune_amp.search.options import SearchOptions
+from autotune_amp.search.answer.decide import rerank_with_options
 from autotune_amp.search.storage.database import study_error
 from autotune_amp.service.docs_page import PAGE_HEADERS, docs_page
 from autotune_amp.service.jobs import WAITING, ForbiddenError, QueueFullError, Search, State, UnknownError
@@ -43,7 +43,8 @@ _STATUSES: dict[type[AutotuneAmpError], int] = {
 class Options(BaseModel):
     """Options of a search, as those of `autotune-amp search`. The target's limits hold for `budget` and `memory_limit`.
 
-    `budget` is in seconds; `batch_size` is "LOW:HIGH"; `memory_limit` is a size such as "16GiB", or bytes.
+    `budget` is in seconds; `batch_size` is "LOW:HIGH"; `memory_limit` is a size such as "16GiB", or bytes. `fresh`
+    repeats measurements that exist already; without it, an equal search that is done answers.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -61,6 +62,7 @@ class Options(BaseModel):
     samples: int | None = None
     price_per_hour: float | None = None
     seed: int | None = None
+    fresh: bool = False
 
 
 class SearchRequest(BaseModel):
@@ -142,12 +144,13 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
 
     @app.post("/searches", status_code=202)
     def submit(request: SearchRequest, asked_by: Request) -> Response:
-        """Queue a search, or join the equal one that waits, runs or was finished. GET its Location to follow it."""
+        """Queue a search, or join the equal one that waits, runs or is done. GET its Location to follow it."""
         if request.target not in targets:
             message = f"target is {request.target[:80]!r}."
             raise OptionError("target", message, f"Name one of {', '.join(targets)}.")
         options = request.options.model_dump(exclude_none=True, by_alias=True)
-        search = searches.submit(request.target, options, caller(asked_by))
+        is_fresh = options.pop("fresh")
+        search = searches.submit(request.target, options, caller(asked_by), is_fresh=is_fresh)
         return JsonResponse(searches.document(search), 202, {"Location": f"/searches/{search.id}"})
 
     @app.get("/searches/{id_}")
@@ -172,22 +175,23 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
     def ranked_again(id_: str, measured: float | None, asked: str) -> bytes:  # noqa: ARG001 - part of the key
         ranking = msgspec.json.decode(asked, type=dict[str, Any])
         search = searches.queue.searches[id_]
-        saved = decode(searches.recommendation_json(search) or b"", Recommendation)
-        wanted = SearchOptions.from_user(
-            precision=ranking.pop("precision_allowed", None), memory_limit=ranking.pop("memory_limit", None), **ranking
-        )
-        again = rerank(
-            saved, wanted, searches.study(saved), precisions=wanted.precisions, memory_limit=wanted.memory_limit
+        saved = decode(searches.measured_json(search) or b"", Recommendation)
+        again = rerank_with_options(
+            saved,
+            searches.study(saved).recommendation_path,
+            *(ranking.get(name) for name in ("objective", "steps", "samples", "price_per_hour")),
+            precision=ranking.get("precision_allowed"),
+            memory_limit=ranking.get("memory_limit"),
         )
         return msgspec.json.encode(answer_document(search, again))
 
     @app.get("/recommendations/{target}")
     def recommend(target: str, ranking: Annotated[Ranking, Query()]) -> Response:
         """Return what to train a target with, ranked again from what was measured, without running anything."""
-        search = searches.newest_measured(target)
         asked = ranking.model_dump(exclude_none=True)
         for name, value in asked.items():
             checked_option(name, "precision" if name == "precision_allowed" else name, value)
+        search = searches.newest_measured(target, ranking.precision_allowed or PRECISIONS)
         return JsonResponse(ranked_again(search.id, search.measured, msgspec.json.encode(asked).decode()))
 
     @app.get("/hardware")

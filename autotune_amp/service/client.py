@@ -27,7 +27,7 @@ _LATER = (429, 502, 503, 504)
 # Options of a search that a service takes.
 OPTIONS = (
     *("budget", "trials", "precision", "batch_size", "effective_batch_size", "try_", "memory_limit", "memory_fraction"),
-    *("objective", "steps", "samples", "price_per_hour", "seed"),
+    *("objective", "steps", "samples", "price_per_hour", "seed", "fresh"),
 )
 
 

@@ -34,15 +34,19 @@ _TABLE = sqlalchemy.Table(
 class Search(msgspec.Struct, frozen=True, kw_only=True):
     """A requested search and its state. Times are seconds since 1970.
 
-    `id` is a digest of the request, so that equal requests are one search. `options` are those that were asked for, by
+    `id` is a digest of the request, so that equal requests are one search. `target_digest` is that of the target's
+    settings when it was asked for. `options` are those that were asked for, by
     the names of the request. `callers` wait for it; without one it is ended. `measured` is when it was last done, which
-    stays when it is asked for again. `error` says why it failed.
+    stays when it is asked for again. With `is_fresh` it is still to begin to measure again what exists already. `error`
+    says why it failed.
     """
 
     id: str
     target: str
+    target_digest: str = ""
     options: dict[str, Any]
     callers: tuple[str, ...]
+    is_fresh: bool = False
     state: State = "queued"
     created: float = msgspec.field(default_factory=time.time)
     started: float | None = None
@@ -66,6 +70,11 @@ class ForbiddenError(AutotuneAmpError):
 def search_id(target: Target, options: SearchOptions) -> str:
     """Return the ID of the search with these options: 32 hexadecimal digits, equal for equal requests."""
     return _digest(target, options)[:32]
+
+
+def target_digest(target: Target) -> str:
+    """Return a digest of a target's settings: another one if its program, folder, devices or limits are changed."""
+    return hashlib.sha256(msgspec.json.encode(target)).hexdigest()[:32]
 
 
 def study_name(name: str, target: Target, options: SearchOptions) -> str:
@@ -105,17 +114,21 @@ class Queue:
         return [search for search in list(self.searches.values()) if search.state == "queued"]
 
     def submit(self, search: Search) -> Search:
-        """Add a search, or its callers to the equal one that waits or runs; start a finished one again.
+        """Add a search, or its callers to the equal one that waits or runs; return the equal one that is done.
 
-        A finished search keeps its place before newer ones: its process answers from what was measured if nothing has
-        changed. Raises `QueueFullError` if too many wait, `StudyError` if it cannot be saved.
+        A search that failed or was ended is started again, and with `is_fresh` one that is done: it keeps its place
+        before newer ones. Raises `QueueFullError` if too many wait, `StudyError` if it cannot be saved.
         """
         with self._lock:
             before = self.searches.get(search.id)
             if before is not None:
+                if before.state == "done" and not search.is_fresh:
+                    return before
+                is_fresh = before.is_fresh or (search.is_fresh and before.state != "running")
                 state: State = before.state if before.state in WAITING else "queued"
                 callers = before.callers if before.state in WAITING else ()
-                search = replace(before, state=state, callers=tuple(dict.fromkeys((*callers, *search.callers))))
+                callers = tuple(dict.fromkeys((*callers, *search.callers)))
+                search = replace(before, state=state, callers=callers, is_fresh=is_fresh)
             if (before is None or before.state not in WAITING) and len(self.waiting()) >= self._max_queued:
                 raise QueueFullError(f"{self._max_queued} searches wait already.", "Try again later.")
             self.searches[search.id] = search
@@ -132,6 +145,7 @@ class Queue:
     def withdraw(self, search: Search, caller: str) -> Search:
         """Remove a caller from those who wait for a search. Without any it is ended, or has to be if it runs.
 
+        One that was queued again is done, as before.
         Raises `ForbiddenError` if the caller did not ask for it.
         """
         with self._lock:
@@ -142,8 +156,8 @@ class Queue:
                 raise ForbiddenError(f"{caller} did not ask for search {search.id}.", "Ask those who did to end it.")
             callers = tuple(other for other in search.callers if other != caller)
             is_over = not callers and search.state == "queued"
-            ended = {"state": "ended", "ended": time.time()} if is_over else {}
-            return self._change(search, callers=callers, **ended)
+            over = {"state": "ended" if search.measured is None else "done", "ended": time.time(), "is_fresh": False}
+            return self._change(search, callers=callers, **(over if is_over else {}))
 
     def change(self, id_: str, **changes: Any) -> Search:
         """Change the fields of a search. If the database is away, it is saved later."""

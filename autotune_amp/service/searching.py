@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,21 @@ import msgspec
 import psutil
 
 from autotune_amp.core.documents import cause, decode, read_file
-from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, StudyError
+from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, RunnerError, StudyError
+from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.text import in_python
 from autotune_amp.hardware import identify, nvml
 from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.storage.folder import StudyFolder
-from autotune_amp.service.jobs import WAITING, Queue, Search, UnknownError, search_id, study_name
+from autotune_amp.service.jobs import WAITING, Queue, Search, UnknownError, search_id, study_name, target_digest
 from autotune_amp.service.settings import TOKEN_VARIABLE, Settings, Target
 
 _TICK_SECONDS = 0.25
 _END_SECONDS = 60.0  # for a search to save its best after SIGTERM
+_LATE_SECONDS = 600.0  # after its budget, when a search is interrupted
+_PROBE_SECONDS = 60.0  # for a probe, before it is interrupted
 _BUSY_SECONDS = 2.0  # until a search is tried again whose study somebody else uses
 
 
@@ -135,7 +138,7 @@ class SearchThread(threading.Thread):
         super().__init__(name="autotune_amp searches", daemon=True)
         self.settings, self.queue = settings, queue
         self.is_stopping = False
-        self.hardware: dict[str, dict[str, Any]] | None = None  # documents of the devices, once they are probed
+        self.hardware: dict[str, dict[str, Any]] | None = None  # documents or errors of the devices, once probed
         self.num_trials = 0  # of all searches, since the service was started
         self._files = Path(settings.folder, "searches")
         self._files.mkdir(parents=True, exist_ok=True)
@@ -144,6 +147,8 @@ class SearchThread(threading.Thread):
         self._is_hardware_wanted = False
         self._probed: dict[str, dict[str, Any]] = {}
         self._probing: tuple[str, _Process] | None = None
+        self._interrupt_at: dict[str, float] = {}  # by the ID of a search that runs
+        self._interrupt_probe_at = 0.0
         self._not_before: dict[str, float] = {}
         self._events: dict[str, SearchEvents] = {}
         self._documents: dict[str, tuple[Search, bytes]] = {}
@@ -151,15 +156,23 @@ class SearchThread(threading.Thread):
 
     # --- asked by clients, from any thread ---------------------------------------------------------------------------
 
-    def submit(self, name: str, asked: Mapping[str, Any], caller: str) -> Search:
-        """Queue a search of the target `name`, or join the equal one; return it.
+    def submit(self, name: str, asked: Mapping[str, Any], caller: str, *, is_fresh: bool = False) -> Search:
+        """Queue a search of the target `name`, or join the equal one; return it, with `is_fresh` to be measured again.
 
         Raises `OptionError` for an option that is wrong or above the target's limits, and the errors of
         `Queue.submit`.
         """
         target = self.settings.targets[name]
         id_ = search_id(target, checked_options(target, asked))
-        search = self.queue.submit(Search(id=id_, target=name, options=dict(asked), callers=(caller,)))
+        asked_for = Search(
+            id=id_,
+            target=name,
+            target_digest=target_digest(target),
+            options=dict(asked),
+            callers=(caller,),
+            is_fresh=is_fresh,
+        )
+        search = self.queue.submit(asked_for)
         self._wake.set()
         return search
 
@@ -170,7 +183,10 @@ class SearchThread(threading.Thread):
         return search
 
     def document(self, search: Search) -> bytes:
-        """Return a search as JSON: its state, its best so far, and its recommendation or error once it is over."""
+        """Return a search as JSON: its state, its best so far, and its recommendation or error once it is over.
+
+        The recommendation stays while the search is done again.
+        """
         if search.state in WAITING:
             waiting = [other.id for other in self.queue.waiting()]
             return self._encode(search, waiting.index(search.id) if search.id in waiting else None)
@@ -184,7 +200,7 @@ class SearchThread(threading.Thread):
 
     def _encode(self, search: Search, position: int | None) -> bytes:
         events = self.events(search)
-        recommendation = self.recommendation_json(search) if search.state in ("done", "ended") else None
+        recommendation = None if search.state == "failed" else self._recommendation_json(search)
         fields = msgspec.structs.asdict(search) | {
             "position": position,
             "phase": events.phase if search.state == "running" else None,
@@ -204,36 +220,52 @@ class SearchThread(threading.Thread):
             events.read()
         return events
 
-    def recommendation_json(self, search: Search) -> msgspec.Raw | None:
+    def _recommendation_json(self, search: Search) -> msgspec.Raw | None:
         """Return the newest recommendation of a search, the best so far if it was ended, or None."""
+        if search.state != "ended":
+            return self.measured_json(search)
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            if search.state == "ended":
-                text = bytes(msgspec.json.decode(read_file(self._output(search.id)), type=_ErrorDocument).best)
-            else:
-                text = read_file(self._result(search.id))
+            text = bytes(msgspec.json.decode(read_file(self._output(search.id)), type=_ErrorDocument).best)
             return msgspec.Raw(msgspec.json.format(text, indent=-1))
         return None
 
-    def newest_measured(self, name: str) -> Search:
-        """Return the search of a target that was done last, one of all precisions if there is any.
+    def measured_json(self, search: Search) -> msgspec.Raw | None:
+        """Return the recommendation of a search when it was last done, or None if it never was."""
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            if search.measured is not None:
+                return msgspec.Raw(msgspec.json.format(read_file(self._result(search.id)), indent=-1))
+        return None
+
+    def newest_measured(self, name: str, precisions: Collection[str] = PRECISIONS) -> Search:
+        """Return the search that was done last of a target as it is set today, one of all `precisions` if there is any.
 
         Raises `UnknownError` without one.
         """
-        searches = list(self.queue.searches.values())
-        measured = [search for search in searches if search.target == name and search.measured is not None]
+        target = self.settings.targets.get(name)
+        digest = None if target is None else target_digest(target)
+        measured = [
+            search
+            for search in list(self.queue.searches.values())
+            if search.target_digest == digest and search.measured is not None
+        ]
         if not measured:
             raise UnknownError(
                 "No search of this target is finished.",
                 f"POST /searches begins one; the targets are {', '.join(self.settings.targets)}.",
             )
-        return max(measured, key=lambda search: (search.options.get("precision") is None, search.measured or 0.0))
+
+        def rank(search: Search) -> tuple[bool, float]:
+            tried = SearchOptions.from_user(precision=search.options.get("precision")).precisions or PRECISIONS
+            return set(precisions) <= set(tried), search.measured or 0.0
+
+        return max(measured, key=rank)
 
     def study(self, recommendation: Recommendation) -> StudyFolder:
         """Return the folder with the records of a recommendation."""
         return StudyFolder(self._studies, recommendation.search.study)
 
     def want_hardware(self) -> None:
-        """Have the devices probed, once no search runs."""
+        """Have the devices probed whose memory and support are not known, once no search runs."""
         self._is_hardware_wanted = True
         self._wake.set()
 
@@ -284,12 +316,15 @@ class SearchThread(threading.Thread):
         if self._probing is not None:
             return
         taken = [self._devices[self.queue.searches[id_].target] for id_ in self._running]
-        if self._is_hardware_wanted and self.hardware is None and not taken:
-            devices = {target.limits.first_device for target in self.settings.targets.values()}
+        # One that failed is probed again only while no search waits, so that those who ask for it hold none up.
+        if self._is_hardware_wanted and not taken and (self.hardware is None or not self.queue.waiting()):
+            devices = frozenset[str]().union(*self._devices.values())
             for device in sorted(devices - self._probed.keys())[:1]:
                 self._start_probe(device)
                 return
-            self.hardware = self._probed
+            self.hardware = dict(self._probed)
+            self._probed = {device: found for device, found in self._probed.items() if "next_step" not in found}
+            self._is_hardware_wanted = False
         for search in self.queue.waiting():
             target = self.settings.targets.get(search.target)
             try:
@@ -310,6 +345,7 @@ class SearchThread(threading.Thread):
     def _start_probe(self, device: str) -> None:
         """Start the probe of a device, whose document is the error if that cannot be done."""
         output = self._files.parent / "hardware.json"
+        self._interrupt_probe_at = time.monotonic() + _PROBE_SECONDS
         try:
             self._probing = device, _Process(["probe", "--json", "--device", device], self.settings.folder, output)
         except (AutotuneAmpError, OSError) as error:
@@ -324,25 +360,29 @@ class SearchThread(threading.Thread):
         events.phase = None
         study = study_name(search.target, target, options)
         own = ["--json", "--events", str(events.path), "--out", self._studies, "--study", study]
-        arguments = ["search", *options.arguments(), *own, *target.arguments()]
+        fresh = ["--fresh"] if search.is_fresh else []
+        arguments = ["search", *options.arguments(), *fresh, *own, *target.arguments()]
         self._running[search.id] = _Process(arguments, target.folder, self._output(search.id))
         self._events[search.id] = events
+        self._interrupt_at[search.id] = time.monotonic() + options.budget_seconds + _LATE_SECONDS
         self.queue.change(search.id, state="running", started=time.time(), ended=None, error=None)
 
     def _follow(self) -> None:
-        """Read new events, interrupt searches that nobody waits for, and save how ended ones ended."""
+        """Read new events, interrupt what hangs or nobody waits for, and save how ended ones ended."""
         for id_, process in list(self._running.items()):
             num_before = self._events[id_].num_trials
             code = process.exit_code()
             self._events[id_].read()
             self.num_trials += self._events[id_].num_trials - num_before
             search = self.queue.searches[id_]
+            if search.is_fresh and self._events[id_].num_trials:  # from here on it is resumed, not begun again
+                search = self.queue.change(id_, is_fresh=False)
             if code is not None:
                 del self._running[id_]
                 process.close()
                 self._finish(search, code, process)
                 del self._events[id_]
-            elif not search.callers:
+            elif not search.callers or time.monotonic() > self._interrupt_at[id_]:
                 process.interrupt()
         if self._probing is not None:
             device, process = self._probing
@@ -351,8 +391,10 @@ class SearchThread(threading.Thread):
                 process.close()
                 self._probing = None
                 document = process.document()
-                self._probed[device] = document.get("hardware") or document.get("error") or {"status": code}
+                self._probed[device] = document.get("hardware") or document.get("error") or _failed_probe(device)
                 self._wake.set()
+            elif time.monotonic() > self._interrupt_probe_at:
+                process.interrupt()
 
     def _finish(self, search: Search, code: int, process: _Process) -> None:
         """Save how a search ended, from its exit code and what it printed."""
@@ -363,6 +405,12 @@ class SearchThread(threading.Thread):
             self.queue.change(search.id, state="done", ended=time.time(), measured=time.time())
         elif process.is_interrupted and not search.callers:
             self.queue.change(search.id, state="ended", ended=time.time())
+        elif process.is_interrupted and time.monotonic() > self._interrupt_at[search.id]:
+            late = RunnerError(
+                f"The search still ran {_LATE_SECONDS:g} s after its budget.",
+                f"Ask again to go on with it; its output is {search.id}.log in the service's folder.",
+            )
+            self.queue.change(search.id, state="failed", ended=time.time(), error=error_fields(late))
         elif process.is_interrupted:  # by the end of the service, or somebody joined meanwhile: it goes on later
             self.queue.change(search.id, state="queued")
         elif error.get("kind") == "study_busy":
@@ -449,6 +497,15 @@ def _start_error_fields(error: AutotuneAmpError | OSError) -> dict[str, str]:
     if isinstance(error, OSError):
         error = StudyError(f"The service's folder: {cause(error)}.", "Free some space there.")
     return error_fields(error)
+
+
+def _failed_probe(device: str) -> dict[str, str]:
+    """Return the fields of the error for a probe that crashed or hung."""
+    return error_fields(
+        RunnerError(
+            f"The probe of {device} failed.", f"Run `autotune-amp probe --device {device}` on the service's host."
+        )
+    )
 
 
 def _devices_of(limits: SearchOptions) -> frozenset[str]:

@@ -159,6 +159,27 @@ def test_one_search_runs_on_a_device_and_none_overtakes(make: Callable[..., Serv
     assert [service.search(id_).state for id_ in (fourth, beside)] == ["running", "running"]
 
 
+def test_a_search_is_measured_again_only_if_asked_and_answers_as_before_meanwhile(make: Callable[..., Service]) -> None:
+    service = make(mlp="cpu")
+    id_ = service.ask("mlp")
+    service.process(0).end(0, DOCUMENT)
+    service.until(lambda: service.search(id_).state == "done")
+    assert service.ask("mlp", "ben") == id_
+    assert service.search(id_).state == "done"
+    assert "--fresh" not in service.process(0).arguments
+    service.thread.submit("mlp", {}, "ben", is_fresh=True)
+    fresh = service.process(1)
+    assert "--fresh" in fresh.arguments
+    service.until(lambda: service.search(id_).state == "running")
+    assert service.document(id_)["recommendation"] == DOCUMENT
+    assert fresh.events is not None
+    fresh.events.write_text('{"event": "trial"}\n')
+    service.until(lambda: not service.search(id_).is_fresh)
+    service.stop()
+    service.start()
+    assert "--fresh" not in service.process(2).arguments, "it goes on"
+
+
 @pytest.mark.parametrize(
     ("code", "document", "words"),
     [(2, REFUSED, ("budget_too_small", "budget is 1.", "Give budget=2.")), (-9, {}, ("crash", "-9", ".log"))],
@@ -262,6 +283,32 @@ def test_devices_are_probed_when_nothing_runs(make: Callable[..., Service]) -> N
         probe.end(0, {"hardware": device}) if device == "cpu" else probe.end(2, BUSY)
     service.until(lambda: service.thread.hardware)
     assert service.thread.hardware == {"cpu": "cpu", "cuda:0": BUSY["error"]}
+    service.thread.want_hardware()
+    again = service.process(3)
+    assert again.arguments[-1] == "cuda:0", "only what failed"
+    again.end(0, {"hardware": "gpu"})
+    service.until(lambda: service.thread.hardware == {"cpu": "cpu", "cuda:0": "gpu"})
+    service.stop()
+    both = replace(service.settings.targets["gpu"], device="auto", devices=(0, 1))
+    service.settings = replace(service.settings, targets={"both": both})
+    service.start()
+    service.thread.want_hardware()
+    for number in (4, 5):
+        service.process(number).end(0, {"hardware": "gpu"})
+    service.until(lambda: service.thread.hardware == {"cuda:0": "gpu", "cuda:1": "gpu"})
+
+
+def test_what_hangs_is_interrupted(make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "_PROBE_SECONDS", 0.0)
+    service = make(mlp="cpu")
+    service.thread.want_hardware()
+    assert service.process(0).arguments[0] == "probe"
+    service.until(lambda: service.thread.hardware)
+    monkeypatch.setattr(searching, "_LATE_SECONDS", -1000.0)
+    id_ = service.ask("mlp")
+    service.until(lambda: service.search(id_).state == "failed")
+    assert service.process(1).is_interrupted
+    assert service.search(id_).error
 
 
 @pytest.mark.parametrize("is_cause", [True, False])

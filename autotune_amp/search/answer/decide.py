@@ -501,8 +501,13 @@ def rerank_with_options(
     steps: int | None,
     samples: int | None,
     price_per_hour: float | None,
+    *,
+    precision: str | Sequence[str] | None = None,
+    memory_limit: int | str | None = None,
 ) -> Recommendation:
     """Return a recommendation loaded from `path`, ranked again by a user's options; None keeps an option's value.
+
+    Only settings of `precision` and within `memory_limit` may be recommended.
 
     Raises `InvalidRequestError` for a wrong option or a search that was interrupted, and the errors of `rerank`.
     """
@@ -518,8 +523,11 @@ def rerank_with_options(
         steps=steps if is_length_given else saved_options.num_steps,
         samples=samples if is_length_given else saved_options.num_samples,
         price_per_hour=saved_options.price_per_hour if price_per_hour is None else price_per_hour,
+        precision=precision,
+        memory_limit=memory_limit,
     )
-    return rerank(saved, options, StudyFolder(str(path.parent.parent), path.parent.name))
+    folder = StudyFolder(str(path.parent.parent), path.parent.name)
+    return rerank(saved, options, folder, precisions=options.precisions, memory_limit=options.memory_limit)
 
 
 def cost_of_training(
