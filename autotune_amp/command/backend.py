@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -143,7 +143,8 @@ class CommandBackend(WorkloadBackend):
         """Do nothing: no process is forked for trials, so there is none to keep. See `WorkloadBackend`."""
 
     def close(self) -> None:
-        """End the process that runs probes."""
+        """End the process that runs probes, and the run of the command that waits for other values."""
+        self._command.end_held()
         self._local.close()
 
     def _describe(self, job: Describe) -> Description | Failure:
@@ -178,7 +179,7 @@ class CommandBackend(WorkloadBackend):
         command.line, notes = with_placeholders(command.line, rank.switches)
         command.unsettable = unsettable_values = unsettable(command.line, rank)
         self._raise_if_ignored(today, rank)
-        command.today, command.maker = today, None if loader is None else loader.maker
+        command.set_today(today, None if loader is None else loader.maker)
         description = measure.description(rank, command.line.name, today, completed.began)
         self._reusable_runs[today] = command.line, completed
         other = probing_setting(today, unsettable_values, is_batch_free=job.is_batch_free)
@@ -227,6 +228,7 @@ class CommandBackend(WorkloadBackend):
             loader=command.maker,
             sample_dim=command.sample_dim,
             check_batch_size=today.batch_size,
+            switched=command.switched_fields,
         )
 
     def _observe(
@@ -246,13 +248,18 @@ class CommandBackend(WorkloadBackend):
         )
         run_began = time.monotonic()
 
-        def is_enough(events: RunEvents) -> bool:
+        def require_time(events: RunEvents) -> None:
             if began is not None:
                 self._require_time(job, events, run_began, began)
-            return measure.is_enough(events, as_trial, run_began)
 
-        completed = self._command.run(
-            setting, deadlines, is_enough, Watcher(), environment=self._environment, counts_flops=began is not None
+        completed = self._run(
+            as_trial,
+            deadlines,
+            Watcher(),
+            require_time,
+            may_switch=True,
+            environment=self._environment,
+            counts_flops=began is not None,
         )
         if isinstance(completed.verdict, Failure) and completed.events.first(Refused) is not None:
             raise _stopped_error(completed.verdict)
@@ -429,7 +436,26 @@ class CommandBackend(WorkloadBackend):
         )
 
     def _measure(self, trial: Trial) -> Measurement | Failure:
-        completed = self._pop_reusable_run(trial) or self._run(trial)
+        completed = self._pop_reusable_run(trial)
+        if completed is None:
+            deadlines = trial.deadlines
+            if deadlines.step_seconds is not None:
+                deadlines = replace(deadlines, step_seconds=max(PAUSE_SECONDS, deadlines.step_seconds))
+            completed = self._run(
+                trial,
+                deadlines,
+                self._watcher,
+                may_switch=trial.purpose == "search" and not trial.is_alone and not trial.environment,
+                seed=trial.seed,
+                environment={**(self._environment or {}), **trial.environment},
+                memory_limit_bytes=trial.memory_limit_bytes if trial.device == "cpu" else None,
+            )
+        outcome = self._outcome(trial, completed)
+        is_shared = completed.is_switched and isinstance(outcome, Measurement)
+        return replace(outcome, is_build_shared=True) if is_shared else outcome
+
+    def _outcome(self, trial: Trial, completed: CompletedRun) -> Measurement | Failure:
+        """Return the measurement of a trial by its run, or the failure of the run."""
         slowest = measure.slowest_rank(completed.events)
         is_paused = (
             isinstance(completed.verdict, Failure)
@@ -456,19 +482,47 @@ class CommandBackend(WorkloadBackend):
         limit_bytes = math.inf if trial.memory_limit_bytes is None else trial.memory_limit_bytes
         return completed if completed.state.memory_bytes <= limit_bytes else None
 
-    def _run(self, trial: Trial) -> CompletedRun:
-        began, deadlines = time.monotonic(), trial.deadlines
-        if deadlines.step_seconds is not None:
-            deadlines = replace(deadlines, step_seconds=max(PAUSE_SECONDS, deadlines.step_seconds))
-        return self._command.run(
-            trial.candidate,
-            deadlines,
-            lambda events: measure.is_enough(events, trial, began),
-            self._watcher,
-            seed=trial.seed,
-            environment={**(self._environment or {}), **trial.environment},
-            memory_limit_bytes=trial.memory_limit_bytes if trial.device == "cpu" else None,
+    def _run(
+        self,
+        trial: Trial,
+        deadlines: Deadlines,
+        watcher: Watcher,
+        require_time: Callable[[RunEvents], object] = lambda _: None,
+        *,
+        may_switch: bool,
+        counts_flops: bool = False,
+        **fields: Any,
+    ) -> CompletedRun:
+        """Run the command with the setting of a trial until its steps are measured, with `may_switch` in the process of
+        the run before, if that can switch to it.
+
+        A setting that failed after a switch is run in a process of its own, unless time was up, or memory at a batch
+        size larger than those before. If it succeeds there, the command is not switched again.
+        """
+        began, setting, command = time.monotonic(), trial.candidate, self._command
+
+        def is_enough(events: RunEvents) -> bool:
+            require_time(events)
+            return measure.is_enough(events, trial, began)
+
+        failure, largest = None, command.largest_held_batch
+        switched = command.switch(setting, deadlines, is_enough, watcher, **fields) if may_switch else None
+        if switched is not None:
+            outcome, seconds = self._outcome(trial, switched), time.monotonic() - began
+            is_time_up = deadlines.whole_seconds is not None and seconds > deadlines.whole_seconds
+            is_too_large = isinstance(outcome, Failure) and outcome.kind == "oom" and setting.batch_size > largest
+            if not isinstance(outcome, Failure) or is_time_up or is_too_large:
+                return switched
+            failure, began = outcome, time.monotonic()
+            if deadlines.whole_seconds is not None:
+                deadlines = replace(deadlines, whole_seconds=deadlines.whole_seconds - seconds)
+        completed = command.run(
+            setting, deadlines, is_enough, watcher, may_hold=may_switch, counts_flops=counts_flops, **fields
         )
+        if failure is not None and not isinstance(self._outcome(trial, completed), Failure):
+            command.switch_problem = f"a setting failed after a switch, and not in its own start: {failure.message}"
+            command.end_held()
+        return completed
 
     def _check(self, check: Check) -> Fidelity | Failure:
         """Judge the fidelity of a precision and arguments by gradients of two runs, with them and in fp32 with today's

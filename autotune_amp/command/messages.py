@@ -197,6 +197,20 @@ class Switch(AgentMessage, frozen=True, kw_only=True, tag="switch"):
     line: str
 
 
+class Switchable(AgentMessage, frozen=True, kw_only=True, tag="switchable"):
+    """Message on whether the training can go over to other values of precision and batch size between two steps: the
+    `problem` why not, None if it can.
+    """
+
+    problem: str | None
+
+
+class Switched(AgentMessage, frozen=True, kw_only=True, tag="switched"):
+    """Message that the training goes on with the requested values, as a new run; or the `problem` why it cannot."""
+
+    problem: str | None
+
+
 class Refused(AgentMessage, frozen=True, kw_only=True, tag="refused"):
     """Message that the process exits because it was about to change the existing file `path`, or to upload to the
     address `path`.
@@ -257,6 +271,8 @@ Message: TypeAlias = (
     | Diagnosed
     | Set
     | Switch
+    | Switchable
+    | Switched
     | Refused
     | Unstepped
     | Error

@@ -116,6 +116,8 @@ class Rank:
                 self.flops = message
             case Step():
                 self.steps.append(message)
+            case messages.Switched():  # later messages are of another setting
+                self.optimizers, self.steps, self.sets, self.scalers = {}, [], [], []
 
     @property
     def primary_steps(self) -> list[Step]:

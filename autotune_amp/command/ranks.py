@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, TypeVar
 
-from autotune_amp.command.messages import AgentMessage, ConnectionClosed, Error, Exit, Gradient, Message, Stack, Torch
+from autotune_amp.command.messages import (
+    AgentMessage,
+    ConnectionClosed,
+    Error,
+    Exit,
+    Gradient,
+    Hello,
+    Loader,
+    Message,
+    Optimizer,
+    Stack,
+    Switchable,
+    Torch,
+)
 from autotune_amp.command.rank_steps import Rank
 
 M = TypeVar("M", bound=AgentMessage)
@@ -22,6 +35,14 @@ class RunEvents:
         """Add a message."""
         self._messages.setdefault(type(message), []).append(message)
         self._processes.setdefault(message.pid, Rank(message.pid)).add(message)
+
+    def without_steps(self) -> RunEvents:
+        """Return the messages that also describe a run of another setting in the same processes."""
+        events = RunEvents()
+        for kind in (Hello, Torch, Loader, Optimizer, Switchable):
+            for message in self.of(kind):
+                events.add(message)
+        return events
 
     def of(self, kind: type[M]) -> list[M]:
         """Return all messages of one kind."""

@@ -20,7 +20,7 @@ import psutil
 from autotune_amp.command.advice import with_advice
 from autotune_amp.command.leftovers import CLEAR_UP, read_entries, save_kept, set_aside, write_kept
 from autotune_amp.command.listening import Listener
-from autotune_amp.command.messages import Hello, Refused
+from autotune_amp.command.messages import Hello, Refused, Switched
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.startable import require_startable
 from autotune_amp.command.verdict import RunState, verdict
@@ -40,102 +40,89 @@ _MEMORY_GROWTH = 1.1  # read the exact memory again once resident memory has gro
 _NUM_OUTPUT_CHUNKS = 256  # of up to 64 KiB that are kept of the output
 
 
+class RunFiles(NamedTuple):
+    """Files of a run that has ended.
+
+    Of those created outside of the run's own folders, `kept` are data that stay there (of this run and earlier ones),
+    and `stuck` are others that could not be moved. `opened` are the files of code and settings that it read.
+    """
+
+    kept: tuple[str, ...] = ()
+    stuck: tuple[str, ...] = ()
+    opened: tuple[str, ...] = ()
+
+
 class CompletedRun(NamedTuple):
     """Result of a run: its start time `began` (monotonic, seconds), messages, last state of the processes, and verdict.
 
-    Of the files created outside of the run's own folders, `kept` are data that stay there (of this run and earlier
-    ones), and `stuck` are others that could not be moved. `opened` are the files of code and settings that it read.
+    `is_switched`: its processes had run another setting before, and `began` is the time of the switch. `files` are
+    known once the processes have ended.
     """
 
     began: float
     events: RunEvents
     state: RunState
     verdict: Literal["measured"] | Failure
-    kept: tuple[str, ...] = ()
-    stuck: tuple[str, ...] = ()
-    opened: tuple[str, ...] = ()
+    is_switched: bool = False
+    files: RunFiles = RunFiles()
 
 
 def run(
     arguments: Sequence[str],
     *,
-    environment: Mapping[str, str],
-    agent: Mapping[str, Any],
     deadlines: Deadlines,
     is_enough: Callable[[RunEvents], bool],
-    watcher: Watcher,
-    folder: Path | None = None,
-    files: Mapping[str, str] | None = None,
     memory_limit_bytes: int | None = None,
-    output: Path | None = None,
-    kept: Sequence[str] = (),
-    memory: Path | None = None,
-    aside: Path | None = None,
+    **start: Any,
 ) -> CompletedRun:
-    """Start the command in the working directory, receive its messages until `verdict` returns a result, then kill all
-    its processes.
-
-    `folder` is for temporary files of the run (see `new_folder`), with an empty folder `TRIAL_DIR` and `files` (text by
-    path) in it; it is removed at the end, also if this process is killed. `agent` are further settings of the agent
-    (see `agent.arm`), which writes its files to the folder `output`, if given. The command must not change existing
-    files except in `folder`, in the parent of `output`, and in the data that earlier runs have `kept`. Files that it
-    creates elsewhere are moved to the folder `aside` at the end, also if the run is interrupted or killed. Data that
-    were complete at the first step stay; their paths are written to the file `memory`. Raises `WorkloadError` if the
-    command cannot be started.
+    """Start the command as `RunningCommand.start` does, receive its messages until `verdict` returns a result, then
+    kill all its processes.
     """
-    require_startable(arguments, environment.get("PATH"))
-    run_folder = folder or new_folder()
-    writable = [run_folder] if output is None else [run_folder, output.parent]
-    made_list = run_folder / "made"
-    settings = {
-        "folder": str(output or run_folder),
-        "socket": str(run_folder / "socket"),
-        "guard": {"free": list(map(str, writable)), "made": str(made_list), "opened": str(run_folder / "opened")},
-        **agent,
-    }
-    keeps_leftovers = memory is not None and aside is not None
-    clear_up_call = [*CLEAR_UP, str(made_list), str(aside), str(memory), time.time()] if keeps_leftovers else None
-    command = _RunningCommand(
-        arguments, environment, settings, run_folder, watcher, folders=writable[1:], when_orphaned=clear_up_call
-    )
+    running = RunningCommand.start(arguments, **start)
     try:
-        write_kept(made_list, kept)
-        (run_folder / TRIAL_DIR).mkdir()
-        for path, text in (files or {}).items():
-            Path(path).write_text(text)
-        command.start()
-        try:
-            completed = command.wait_for_verdict(deadlines, is_enough, memory_limit_bytes)
-        finally:
-            try:
-                command.end()
-            finally:  # also after a second Ctrl-C
-                kept, stuck = set_aside(made_list, aside, command.first_step_time)
-                if memory is not None:
-                    save_kept(memory, kept)
-        return completed._replace(
-            kept=kept, stuck=stuck, opened=tuple(dict.fromkeys(read_entries(run_folder / "opened")))
-        )
+        completed = running.wait_for_verdict(deadlines, is_enough, memory_limit_bytes)
     finally:
-        command.close()
+        files = running.end()
+    return completed._replace(files=files)
 
 
-class _RunningCommand:
+class RunningCommand:
     """Processes of one run, with the threads that receive their messages and output."""
 
     def __init__(
         self,
         arguments: Sequence[str],
+        *,
         environment: Mapping[str, str],
         agent: Mapping[str, Any],
-        folder: Path,
         watcher: Watcher,
-        **when_killed: Any,
+        folder: Path,
+        output: Path | None,
+        memory: Path | None,
+        aside: Path | None,
     ) -> None:
+        writable = [folder] if output is None else [folder, output.parent]
+        self._folder, self._memory, self._aside = folder, memory, aside
+        self._made_list = folder / "made"
+        self._socket = str(folder / "socket")
+        settings = {
+            "folder": str(output or folder),
+            "socket": self._socket,
+            "guard": {
+                "free": list(map(str, writable)),
+                "made": str(self._made_list),
+                "opened": str(folder / "opened"),
+            },
+            **agent,
+        }
+        keeps_leftovers = memory is not None and aside is not None
+        clear_up_call = [*CLEAR_UP, str(self._made_list), str(aside), str(memory), time.time()]
         self._watcher = watcher
         self._events = RunEvents()
+        self._first_step_time: float | None = None  # of the first setting
+        self._run_seconds = 0.0  # of the first setting, until it was held
+        self._is_switched = False
         self._latest_output: deque[str] = deque(maxlen=_NUM_OUTPUT_CHUNKS)
-        self._socket = agent["socket"]
         self._memory_bytes, self._resident_bytes_at_check, self._memory_check_time = 0, 0, 0.0
         self._unobserved_seconds = 0.0
         self._num_kills_before = num_oom_kills()
@@ -145,7 +132,7 @@ class _RunningCommand:
             {
                 **environment,
                 "PYTHONPATH": path,
-                "AUTOTUNE_AMP_AGENT": json.dumps(agent),
+                "AUTOTUNE_AMP_AGENT": json.dumps(settings),
                 "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # these trackers cannot be turned off
                 "TRACKIO_DIR": f"{folder}/trackio",
             },
@@ -153,17 +140,60 @@ class _RunningCommand:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            **when_killed,
+            folders=writable[1:],
+            when_orphaned=clear_up_call if keeps_leftovers else None,
         )
 
-    def start(self) -> None:
-        """Start the command and the threads that receive its messages and output."""
-        self._listener = Listener(self._socket)
-        self._began = time.monotonic()
-        self._program.start()
-        self._reader = threading.Thread(target=self._read_output, daemon=True, name="autotune-amp output")
-        self._reader.start()
+    @classmethod
+    def start(
+        cls,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        agent: Mapping[str, Any],
+        watcher: Watcher,
+        folder: Path | None = None,
+        files: Mapping[str, str] | None = None,
+        output: Path | None = None,
+        kept: Sequence[str] = (),
+        memory: Path | None = None,
+        aside: Path | None = None,
+    ) -> RunningCommand:
+        """Start the command in the working directory, and threads that receive its messages and output.
 
+        `folder` is for temporary files of the run (see `new_folder`), with an empty folder `TRIAL_DIR` and `files`
+        (text by path) in it; it is removed at the end, also if this process is killed. `agent` are further settings of
+        the agent (see `agent.arm`), which writes its files to the folder `output`, if given. The command must not
+        change existing files except in `folder`, in the parent of `output`, and in the data that earlier runs have
+        `kept`. Files that it creates elsewhere are moved to the folder `aside` at the end, also if the run is
+        interrupted or killed. Data that were complete at the first step stay; their paths are written to the file
+        `memory`. Raises `WorkloadError` if the command cannot be started.
+        """
+        require_startable(arguments, environment.get("PATH"))
+        running = cls(
+            arguments,
+            environment=environment,
+            agent=agent,
+            watcher=watcher,
+            folder=folder or new_folder(),
+            output=output,
+            memory=memory,
+            aside=aside,
+        )
+        try:
+            write_kept(running._made_list, kept)
+            (running._folder / TRIAL_DIR).mkdir()
+            for path, text in (files or {}).items():
+                Path(path).write_text(text)
+            running._listener = Listener(running._socket)
+            running._began = time.monotonic()
+            running._program.start()
+        except BaseException:
+            running._close()
+            raise
+        running._reader = threading.Thread(target=running._read_output, daemon=True, name="autotune-amp output")
+        running._reader.start()
+        return running
     def wait_for_verdict(
         self, deadlines: Deadlines, is_enough: Callable[[RunEvents], bool], memory_limit_bytes: int | None
     ) -> CompletedRun:
@@ -177,8 +207,14 @@ class _RunningCommand:
             now = time.monotonic()
             state = self._read_state(now, memory_limit_bytes)
             result = verdict(
-                self._events, state, deadlines, is_enough=is_enough(self._events), memory_limit_bytes=memory_limit_bytes
+                self._events,
+                state,
+                deadlines,
+                is_enough=not self._is_switching and is_enough(self._events),
+                memory_limit_bytes=memory_limit_bytes,
             )
+            if self._is_switching and result is None:
+                result = self._switching_failure(now)
             failure = result if isinstance(result, Failure) else None
             if failure is not None and failure.kind == "timeout" and not has_requested_stacks:
                 has_requested_stacks = True
@@ -187,13 +223,60 @@ class _RunningCommand:
             may_send_more = self._program.poll() is None and self._events.first(Refused) is None
             if result is None or (failure is not None and may_send_more and not is_over):
                 continue
-            return CompletedRun(self._began, self._events, state, result if failure is None else with_advice(failure))
+            return CompletedRun(
+                self._began,
+                self._events,
+                state,
+                result if failure is None else with_advice(failure),
+                is_switched=self._is_switched,
+            )
+
+    def hold(self) -> None:
+        """Stop the training at its next batch, until `switch`."""
+        if self._first_step_time is None:
+            self._first_step_time, self._run_seconds = self.first_step_time, time.monotonic() - self._began
+        self._watcher.ending()
+        self._listener.send_request("hold")
+
+    def switch(
+        self,
+        batch_size: int | None,
+        outside: Mapping[str, Any],
+        deadlines: Deadlines,
+        is_enough: Callable[[RunEvents], bool],
+        watcher: Watcher,
+        memory_limit_bytes: int | None,
+    ) -> CompletedRun:
+        """Let the training go on with other values after `hold` (see `agent.outside.switching`), and wait for the
+        verdict on them. If it cannot switch, or not in the time that the first setting took, the verdict is a failure
+        of the kind ``unsupported``.
+        """
+        self._receive_last_messages()
+        self._began, self._events, self._is_switched = time.monotonic(), self._events.without_steps(), True
+        self._memory_bytes, self._resident_bytes_at_check, self._memory_check_time = 0, 0, 0.0
+        self._watcher = watcher
+        self._listener.send_request(f"switch {json.dumps({'batch_size': batch_size, 'outside': outside})}")
+        return self.wait_for_verdict(deadlines, is_enough, memory_limit_bytes)
+
+    @property
+    def _is_switching(self) -> bool:
+        """Whether the agent has not yet said that it switched."""
+        return self._is_switched and not any(each.problem is None for each in self._events.of(Switched))
+
+    def _switching_failure(self, now: float) -> Failure | None:
+        """Return the failure of a switch that was refused or takes too long; None while it may succeed."""
+        problem = next((each.problem for each in self._events.of(Switched)), None)
+        if problem is None and now - self._began > self._run_seconds:
+            problem = "it did not come to its next batch"
+        return None if problem is None else Failure(kind="unsupported", message=f"it cannot switch: {problem}")
 
     @property
     def first_step_time(self) -> float:
-        """Return the time of the first optimizer step (seconds since the epoch); without a step, the
-        command's start.
+        """Return the time of the first optimizer step of the first setting (seconds since the epoch); without a step,
+        the command's start.
         """
+        if self._first_step_time is not None:
+            return self._first_step_time
         steps = [rank.steps[0].time for rank in self._events.ranks.values() if rank.steps]
         return time.time() - (time.monotonic() - min(steps, default=self._began))
 
@@ -212,7 +295,8 @@ class _RunningCommand:
             self._watcher.step(self._events.num_steps, self._events.step_seconds or 0.0)
 
     def _read_state(self, now: float, memory_limit_bytes: int | None) -> RunState:
-        if now - self._memory_check_time > _MEMORY_SECONDS:
+        # While it switches, a process also has pages of the file with its state.
+        if now - self._memory_check_time > _MEMORY_SECONDS and not self._is_switching:
             self._memory_check_time = now
             processes = self._program.processes()
             resident_bytes = _total(processes, _resident_bytes)
@@ -240,15 +324,25 @@ class _RunningCommand:
             while True:
                 self._events.add(self._listener.messages.get(timeout=0.05))
 
-    def end(self) -> None:
-        """Kill the command and all processes that it started, and stop receiving messages and output."""
-        self._watcher.ending()
-        self._program.end()
-        self._listener.close()
-        self._reader.join(KILL_SECONDS)
+    def end(self) -> RunFiles:
+        """Kill the command and all processes that it started, move the files that it created, and remove the run's
+        folder.
+        """
+        try:
+            try:
+                self._watcher.ending()
+                self._program.end()
+                self._listener.close()
+                self._reader.join(KILL_SECONDS)
+            finally:  # also after a second Ctrl-C
+                kept, stuck = set_aside(self._made_list, self._aside, self.first_step_time)
+                if self._memory is not None:
+                    save_kept(self._memory, kept)
+            return RunFiles(kept, stuck, tuple(dict.fromkeys(read_entries(self._folder / "opened"))))
+        finally:
+            self._close()
 
-    def close(self) -> None:
-        """Remove the run's folder. Call it after `end`, or without a start."""
+    def _close(self) -> None:
         self._program.close()
         assert self._program.popen.stdout is not None
         self._program.popen.stdout.close()

@@ -465,7 +465,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     name of a command's own placeholder to its values, today's first; the name begins with ``!`` if the argument does
     not affect numerics. `suggestions` are arguments with placeholders that the user may add to the command.
     `counted_flops` are the operations of a command's second step, None if they were not counted, as of a Workload,
-    whose checks count them.
+    whose checks count them. `switched` are the fields of a setting that a running command can change, so that several
+    trials share a start.
     """
 
     name: str
@@ -503,6 +504,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     argument_values: dict[str, tuple[str, ...]] = {}
     suggestions: tuple[str, ...] = ()
     counted_flops: CountedFlops | None = None
+    switched: tuple[str, ...] = ()
 
     def available_bytes(self, of_device: int, device: str) -> int:
         """Return the memory per process in bytes out of `of_device`: on a CPU the ranks share it."""

@@ -245,10 +245,10 @@ def test_what_is_its_own_is_free_and_what_it_made_elsewhere_is_listed(
     ran = run_command([sys.executable, "train.py", str(given)], environment=environment, output=given / "agent")
     assert ran.events.first(Refused) is None
     assert "went on" in ran.state.printed, ran.state.printed
-    assert {str(Path(path).relative_to(mine)) for path in ran.kept} == {"kept", "made", "moved", "new.db", "by a child"}
+    assert {str(Path(path).relative_to(mine)) for path in ran.files.kept} == {"kept", "made", "moved", "new.db", "by a child"}
 
     again = "open('kept', 'w').close(); open('made/more', 'w').close(); open('new', 'w').close(); print('went on')"
-    assert "went on" in train(again, kept=ran.kept).state.printed
+    assert "went on" in train(again, kept=ran.files.kept).state.printed
     assert train(again).events.first(Refused) is not None, "of a run that is none of ours"
 
 
@@ -325,7 +325,7 @@ def test_a_script_that_writes_where_it_is_runs_in_a_folder_of_its_own(
     assert train(text).events.first(Refused) is not None
     ran = run_command(["bash", "-c", f"cd {given} && {sys.executable} {mine}/train.py"], output=given / "agent")
     assert "went on" in ran.state.printed
-    assert ran.kept == ()
+    assert ran.files.kept == ()
     assert (mine / "log").read_text() == "the user's"
 
 
@@ -353,5 +353,5 @@ def test_code_and_settings_that_are_read_are_noted(mine: Path, train: Callable[.
         (mine / "mine.json").unlink(missing_ok=True)
         ran = train(READING)
         assert ran.events.first(Refused) is None
-        named = {str(Path(path).relative_to(mine)) for path in ran.opened}
+        named = {str(Path(path).relative_to(mine)) for path in ran.files.opened}
         assert named - {"mine.json"} == expected, ran.state.printed

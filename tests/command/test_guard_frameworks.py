@@ -80,7 +80,7 @@ def test_transformers(tmp_path: Path) -> None:
 
     ran = run_command([sys.executable, "train.py", "1000", "500"])
     assert ran.verdict == "measured", ran.verdict
-    assert ran.kept == ()
+    assert ran.files.kept == ()
     assert snapshot(tmp_path) == before
 
     ran = run_command([sys.executable, "train.py", "1000", "4"])

@@ -238,7 +238,7 @@ def test_nothing_is_left_of_ranks_and_loader_workers(tmp_path: Path, context: st
     assert not lasting(lambda: sorted(shared_memory().keys() - shared))
     left = set(Path(tempfile.gettempdir()).iterdir()) - temporary
     assert not [path for path in left if re.match("amp-|autotune", path.name)]
-    assert ran.kept == ()
+    assert ran.files.kept == ()
 
 
 def test_a_python_that_is_not_guarded_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ class LoaderObserver:
         self.overhead_seconds = 0.0
         self.latest: Any = None  # the latest batch, if `keeps_latest` is set
         self.keeps_latest = False
+        self.before_iterator: Any = None  # if set, called with an iterator and its loader before it is initialized
+        self.before_batch: Any = None  # if set, called with an iterator before it fetches a batch (`Switcher`)
         self._num_loaders = 0
         self._calls_by_dataset: dict[int, tuple[str, str]] = {}  # (maker, line) by id of the dataset
         # Samples and tokens of the batch that an Accelerate loader has fetched but not yet yielded, by loader index.
@@ -53,7 +55,13 @@ class LoaderObserver:
         dataset = id(loader.dataset)
         if dataset not in self._calls_by_dataset or where.is_called_by_user():
             self._calls_by_dataset[dataset] = where.maker(), where.user_line()
-        maker, line = self._calls_by_dataset[dataset]  # Accelerate rebuilds the user's loader: report the user's call
+        # Accelerate rebuilds the user's loader: report the user's call.
+        object.__setattr__(loader, "_autotune_amp_call", self._calls_by_dataset[dataset])
+        self.report(loader)
+
+    def report(self, loader: Any) -> None:
+        """Send a `Loader` message with the present batch size of a DataLoader."""
+        maker, line = loader._autotune_amp_call
         self._channel.add(
             "loader",
             index=loader._autotune_amp_index,
@@ -74,6 +82,8 @@ class LoaderObserver:
         record_end = shield(self._record_end)
 
         def __init__(iterator: Any, loader: Any) -> None:
+            if self.before_iterator is not None:
+                self.before_iterator(iterator, loader)
             begin(iterator, loader)
             iterator._autotune_amp_index = getattr(loader, "_autotune_amp_index", "?")
             iterator._autotune_amp_drawn = deque()
@@ -88,6 +98,9 @@ class LoaderObserver:
             return indices
 
         def __next__(iterator: Any) -> Any:
+            if self.before_batch is not None:
+                self.before_batch(iterator)
+                iterator = iterator.__dict__.get("_autotune_amp_successor", iterator)
             began = time.perf_counter()
             try:
                 batch = fetch(iterator)
@@ -114,6 +127,10 @@ class LoaderObserver:
             self.latest = batch
         self.wait_seconds += fetched - began
         self.overhead_seconds += time.perf_counter() - fetched
+
+    def restart(self) -> None:
+        """Count samples, tokens and batches from 0 again."""
+        self.num_samples, self.tokens, self.num_batches = {}, {}, 0
 
     def _record_end(self, iterator: Any) -> None:
         self._count(iterator._autotune_amp_index, 0, None)

@@ -28,6 +28,7 @@ class Channel:
         self._listens = False
         self._socket: socket.socket | None = None
         self.before_send: Callable[[], Any] = lambda: None  # called by the sending thread before it sends
+        self.on_request: Callable[[str], Any] = lambda _: None  # called by that thread with other requests than ``dump``
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
@@ -45,7 +46,7 @@ class Channel:
 
     def listen(self) -> None:
         """Start a thread that sends waiting messages and receives the parent's requests: ``dump`` asks for the stacks
-        of all threads, and the end of the connection ends this process.
+        of all threads, others are those of `outside.switching`, and the end of the connection ends this process.
         """
         self._listens = True
         if self._socket is not None:
@@ -169,6 +170,8 @@ class Channel:
                 line, _, requests = requests.partition(b"\n")
                 if line == b"dump":
                     self.send("stack", text=_stacks_of_other_threads(), at=_main_thread_files())
+                else:
+                    self.on_request(line.decode())
 
 
 def _stacks_of_other_threads() -> str:

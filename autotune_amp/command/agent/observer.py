@@ -7,6 +7,7 @@ losses and memory.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import multiprocessing
 import os
@@ -38,7 +39,7 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
     optimizer steps. ``diagnosis``: settings of a `StepDiagnosis`. ``observes``: false to report no steps.
     ``counts_flops``: whether to count the floating-point operations of a step. ``sites``: whether to report the calls
     in the user's code that created the training's objects. ``outside``: batch size, precision and accumulation to set
-    by hooks.
+    by hooks. ``switches``: whether the parent may ask for other values of these later.
     """
     _report_process(channel)
     if settings.get("seed") is not None:  # compared runs must draw the same numbers, even in an unseeded script
@@ -66,7 +67,12 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
     if settings.get("outside") is not None:
         from .outside.hooks import SettingHooks
 
-        SettingHooks(channel, observer.passes, settings["outside"]).install()
+        hooks = SettingHooks(channel, observer.passes, settings["outside"], switches=settings.get("switches", False))
+        hooks.install()
+        if settings.get("switches"):
+            from .outside.switching import Switcher
+
+            Switcher(channel, observer, hooks, settings["folder"])
 
 
 class Observer:
@@ -84,6 +90,7 @@ class Observer:
         self._flop_counter: Any = None  # while it counts the second step of the first optimizer
         self._counted_before: tuple[int, int] = 0, 0  # samples and positions that loaders had yielded then
         self.diagnosis: Any = None  # if set, a `StepDiagnosis`
+        self.before_first_step: Any = None  # if set, called with each optimizer before its steps (`Switcher`)
         self.num_steps = 0
         self._optimizers: list[Any] = []  # weak references, in the order of their first steps
         self._num_steps_of: list[int] = []  # by index of the optimizer
@@ -95,7 +102,11 @@ class Observer:
         self._pending: list[dict[str, Any]] = []  # steps not reported yet: reading their losses synchronizes the device
         self.device = torch.device("cpu")
         self._num_compilations = 0
+        self._num_backward_at_step = 0
         self._peak_bytes: int | None = None
+        # Before the first batch: resident, allocated and reserved. Peaks of later settings are no less (`Switcher`).
+        self._peaks_at_start = 0, 0, 0
+        self._are_peaks_known = True  # false after a switch, until batches of the earlier setting are gone
         self.modules: dict[int, Any] = {}  # outermost modules that have run in training: weak references by id
         channel.before_send = channel.shield(self._update_peak_memory)  # shielded: errors never reach the script
         os.register_at_fork(after_in_child=self._reset)
@@ -110,6 +121,29 @@ class Observer:
         if self._flop_counter is not None:
             self._flop_counter.__exit__(None, None, None)
             self._flop_counter = None
+
+    def restart(self) -> None:
+        """Report the next steps as those of a new run, with the optimizers and counts from the start."""
+        self._reset()
+        self._peak_bytes, self._are_peaks_known = None, False
+        self._num_backward_at_step = 0
+        self.passes.restart()
+        self.loaders.restart()
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether an optimizer has stepped and no backward pass was made since."""
+        return self.num_steps > 0 and self.passes.num_backward == self._num_backward_at_step
+
+    @property
+    def has_compiled(self) -> bool:
+        """Whether anything was compiled in this process."""
+        return self._num_compilations > 0
+
+    @property
+    def num_steps_of_first_optimizer(self) -> int:
+        """Return the number of steps that the first optimizer has taken."""
+        return self._num_steps_of[0] if self._num_steps_of else 0
 
     def watch(self) -> None:
         """Install the hooks of DataLoaders, forward and backward passes, optimizers, torch.compile and GradScaler."""
@@ -172,6 +206,8 @@ class Observer:
         self._running_step_frame, self._num_nested = _step_frame(), 0
         if self.ignores_steps:
             return None
+        if self.before_first_step is not None:
+            self.before_first_step(optimizer)
         if self.scaler_depth:
             self.index_of(optimizer)  # DeepSpeed takes its parameters away after the step
         if self.diagnosis is not None:
@@ -219,6 +255,7 @@ class Observer:
         self.num_steps += 1
         self._num_steps_of[index] += 1
         self.passes.has_stepped = True
+        self._num_backward_at_step = self.passes.num_backward
         step = {
             "optimizer": index,
             "is_skipped": is_skipped if found_inf is None else found_inf,
@@ -307,10 +344,31 @@ class Observer:
         The sending thread calls this, not every step: reading it takes longer than sending a step's messages.
         """
         if self._optimizers and self.device.type == "cpu":
-            self._peak_bytes = _peak_resident_bytes()
+            peak_bytes = _peak_resident_bytes()
+            self._peak_bytes = None if peak_bytes is None else max(peak_bytes, self._peaks_at_start[0])
+
+    def note_peaks_at_start(self) -> None:
+        """Note the peaks of memory before the first batch, which every setting has."""
+        cuda = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+        self._peaks_at_start = _peak_resident_bytes() or 0, *cuda
+
+    def reset_peaks(self) -> None:
+        """Return freed memory to the device or the system, and let peaks begin with the memory in use now."""
+        if self.device.type != "cpu":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the GNU C library has it
+            if trim is not None:
+                trim(0)
+            with open("/proc/self/clear_refs", "w") as peak:
+                peak.write("5")
+        self._are_peaks_known = True
 
     def memory_fields(self) -> dict[str, Any]:
         """Return the fields of `Step` on memory: peaks of this process so far, in bytes."""
+        if not self._are_peaks_known:
+            return {}
         if self.device.type == "cpu":
             if self.num_steps <= NUM_STEPS_SENT_AT_ONCE:
                 self._update_peak_memory()
@@ -318,8 +376,8 @@ class Observer:
         module = getattr(torch, self.device.type)
         stats = module.memory_stats(*self._device_arguments) if hasattr(module, "memory_stats") else {}
         return {
-            "peak_memory_bytes": stats.get("allocated_bytes.all.peak", 0),
-            "reserved_memory_bytes": stats.get("reserved_bytes.all.peak", 0),
+            "peak_memory_bytes": max(stats.get("allocated_bytes.all.peak", 0), self._peaks_at_start[1]),
+            "reserved_memory_bytes": max(stats.get("reserved_bytes.all.peak", 0), self._peaks_at_start[2]),
             "num_ooms": stats.get("num_ooms", 0),
         }
 

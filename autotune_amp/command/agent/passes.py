@@ -49,6 +49,7 @@ class PassRecorder:
         self._regions: dict[str, None] = {}
         self._tokens: TokenCount | None = None  # in the inputs of the forwards
         self._watches_modules = False
+        self._own_call: Any = None  # torch's Module.__call__
 
     def pop_record(self) -> dict[str, Any]:
         """Return the recorded passes since the last call, and clear the record.
@@ -70,6 +71,12 @@ class PassRecorder:
         self._losses, self._forwards, self._inputs_of_forwards, self._regions = [], [], [], {}
         self._tokens = None
         return record
+
+    def restart(self) -> None:
+        """Record the next passes as the first ones."""
+        self.num_backward, self.has_stepped = 0, False
+        self.pop_record()
+        self.watch_modules()
 
     def watch(self) -> None:
         """Hook into backward passes, GradScaler, autocast and module calls."""
@@ -157,7 +164,7 @@ class PassRecorder:
     def watch_modules(self) -> None:
         """Patch Module.__call__, only while no module runs: torch.compile then never traces the patch."""
         module_class: Any = torch.nn.Module
-        original = module_class.__call__
+        original = self._own_call = self._own_call or module_class.__call__
         record_forward = self._channel.shield(self._record_forward)
         self._watches_modules = True
 

@@ -28,7 +28,7 @@ class FrameworkHooks:
     def __init__(self, hooks: Any) -> None:
         self._hooks = hooks
         self._values: dict[str, Any] = hooks.values
-        self._reported: set[str] = set()
+        self.owners: list[str] = []  # classes that were reported, in their order
         self._trainer_values: dict[str, Any] = dict(hooks.values)  # `batch_size` is later removed from `_values`
         # Line and parser that made each TrainingArguments object, by the identity of the object.
         self._origins: dict[int, tuple[str, str]] = {}
@@ -45,8 +45,8 @@ class FrameworkHooks:
     def _report_switch(
         self, owner: str, arguments: dict[str, str], today: dict[str, Any], parser: str = "", line: str = ""
     ) -> None:
-        if owner not in self._reported:
-            self._reported.add(owner)
+        if owner not in self.owners:
+            self.owners.append(owner)
             self._hooks.channel.add(
                 "switch",
                 owner=owner,

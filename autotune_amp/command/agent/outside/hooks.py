@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from typing import Any
 
 import torch
@@ -32,12 +33,17 @@ class SettingHooks:
     values, they only report the framework arguments that could be set.
 
     `controller_of`, if given, turns the script's GradScaler into a PrecisionController, which then chooses the
-    precision.
+    precision. `switches`: other values may be set while the script runs (see `switching`).
     """
 
-    def __init__(self, channel: Any, passes: Any, settings: dict[str, Any], controller_of: Any = None) -> None:
+    def __init__(
+        self, channel: Any, passes: Any, settings: dict[str, Any], controller_of: Any = None, *, switches: bool = False
+    ) -> None:
         self.channel = channel
         self.values = {name: value for name, value in settings.items() if name != "maker" and value is not None}
+        self._switches = switches
+        self._framework_hooks = FrameworkHooks(self)
+        self._scalers: list[Any] = []  # of GradScalers, if `switches`: weak references, and how each is initialized
         self.is_in_framework = False  # whether a framework's argument sets the precision
         self._passes = passes
         self._maker: str | None = settings.get("maker")
@@ -52,16 +58,35 @@ class SettingHooks:
 
     def install(self) -> None:
         """Hook into torch and the frameworks."""
-        FrameworkHooks(self).install()
-        if "batch_size" in self.values:
+        self._framework_hooks.install()
+        if "batch_size" in self.values or self._switches:
             self._hook_loaders()
         precision = self.values.get("precision")
-        if precision is not None or self._controller_of is not None:
+        if precision is not None or self._controller_of is not None or self._switches:
             self._hook_scaler()
             self._hook_regions()
             self._passes.on_outermost.append(self._wrap_forward)
         if precision in ("fp32", "tf32"):
             torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+
+    @property
+    def frameworks(self) -> list[str]:
+        """Return the classes of frameworks that were seen to take values."""
+        return self._framework_hooks.owners
+
+    def switch(self, settings: dict[str, Any]) -> None:
+        """Set other values while the script runs, as a new start with `settings` would, and report them again.
+
+        GradScalers begin anew. The batch size is that of DataLoaders that are made from now on.
+        """
+        self.values.clear()
+        self.values.update({name: value for name, value in settings.items() if name != "maker"})
+        self._maker = settings.get("maker")
+        self._has_scaler = self._is_in_regions = self._is_in_forward = self._has_own_regions = False
+        self._reported.clear()
+        for scaler_of, initialize in self._scalers:
+            if scaler_of() is not None:
+                initialize(scaler_of())
 
     def report_set(self, name: str, what: str, was: Any, value: Any, line: str = "") -> None:
         """Report once that the value of `name` was set in `what`, at `line` (by default the user's line that runs)."""
@@ -105,10 +130,18 @@ class SettingHooks:
         @functools.wraps(original)
         def __init__(scaler: Any, *args: Any, **kwargs: Any) -> None:
             is_made_by_user = type(scaler) in (GradScaler, torch.cuda.amp.GradScaler) and where.is_called_by_user()
-            if "precision" in self.values and is_made_by_user:
-                args, kwargs = args[:_ENABLED], {**kwargs, "enabled": self.values["precision"] == "fp16"}
-            original(scaler, *args, **kwargs)
-            self._has_scaler = self._has_scaler or scaler.is_enabled()
+
+            def initialize(scaler: Any) -> None:
+                if "precision" in self.values and is_made_by_user:
+                    is_enabled = self.values["precision"] == "fp16"
+                    original(scaler, *args[:_ENABLED], **{**kwargs, "enabled": is_enabled})
+                else:
+                    original(scaler, *args, **kwargs)
+                self._has_scaler = self._has_scaler or scaler.is_enabled()
+
+            initialize(scaler)
+            if self._switches:
+                self._scalers.append((weakref.ref(scaler), initialize))
             if self._controller_of is not None and is_made_by_user and self._controller is None:
                 self._controller = self._controller_of(scaler)
                 if self._controller is not None:
@@ -199,10 +232,10 @@ class SettingHooks:
         is_compiled = module.__dict__.get("_compiled_call_impl") is not None
         # Around compiled code, not inside, where dynamo would trace the region.
         name = "_compiled_call_impl" if is_compiled else "forward"
-        if isinstance(getattr(module, name), _ForwardInAutocast):
-            return
         self._is_in_forward = True
         self.report_set("precision", f"the forward of {type(module).__name__}", None, self.values["precision"])
+        if isinstance(getattr(module, name), _ForwardInAutocast):
+            return
         object.__setattr__(module, name, _ForwardInAutocast(self, module, getattr(module, name), device))
 
 
