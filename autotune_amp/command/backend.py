@@ -16,7 +16,7 @@ from autotune_amp.command import measure
 from autotune_amp.command.command import Command
 from autotune_amp.command.frozen_pair import FrozenPair, PairingProblem, pair_steps
 from autotune_amp.command.known_arguments import suggested_arguments, with_placeholders
-from autotune_amp.command.messages import Diagnosed, Gradient, Refused
+from autotune_amp.command.messages import Diagnosed, Gradient, Refused, Switchable
 from autotune_amp.command.rank_steps import Rank
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import CompletedRun
@@ -425,13 +425,17 @@ class CommandBackend(WorkloadBackend):
         seconds = measure.predicted_measurement_seconds(events, run_began)
         if job.deadline_seconds is None or job.baseline_batch_size is None or seconds is None:
             return
+        switchable = events.first(Switchable)
+        if switchable is None and events.num_steps <= 2:  # it comes before the third step
+            return
         used_seconds = run_began - began
-        if MIN_NUM_RUNS * seconds < job.deadline_seconds - used_seconds:
+        num_starts = 1 if switchable is not None and switchable.problem is None else MIN_NUM_RUNS
+        if num_starts * seconds < job.deadline_seconds - used_seconds:
             return
         needed = NUM_RUNS_OF_A_CONFIRMED_SEARCH * seconds + used_seconds
         raise BudgetTooSmallError(
             f"A run of the command takes {seconds:.0f} s until its steps are measured, and a search starts it "
-            f"{MIN_NUM_RUNS} times at least: more than the {job.deadline_seconds:.0f} s that are left.",
+            f"{count(num_starts, 'time')} at least: more than the {job.deadline_seconds:.0f} s that are left.",
             f"Give --budget {math.ceil(needed / 10) * 10} or more.",
         )
 

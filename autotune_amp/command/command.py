@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from autotune_amp.command.leftovers import FOLDER, leftover_notes, load_kept
 from autotune_amp.command.messages import Error, Switchable
 from autotune_amp.command.ranks import RunEvents
-from autotune_amp.command.running import TRIAL_DIR, CompletedRun, RunFiles, RunningCommand
+from autotune_amp.command.running import TRIAL_DIR, CompletedRun, RunningCommand
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.errors import RunnerError
 from autotune_amp.core.job import Deadlines
@@ -46,9 +46,9 @@ class Command:
     The first run sets: `today`, the setting of the unchanged command; `maker`, the call that creates its training
     loader (see `where.maker`); `unsettable`, as in `Description`; `sample_dim`, the dimension of the model's inputs
     along which samples are counted if there is no DataLoader; `num_sharing`, the number of ranks among which a batch is
-    divided; `switch_problem`, the reason why its training cannot switch to other values, None if it can. Files that runs create outside of their own folders are moved to the folder `aside`, except data, listed in
-    `kept`, and files that cannot be moved, listed in `stuck`. `opened` is called with the files of code and settings
-    that a run read.
+    divided; `switch_problem`, the reason why its training cannot go over to other values, None if it can. Files that
+    runs create outside of their own folders are moved to the folder `aside`, except data, listed in `kept`, and files
+    that cannot be moved, listed in `stuck`. `opened` is called with the files of code and settings that a run read.
     """
 
     def __init__(self, line: CommandTemplate) -> None:
@@ -110,7 +110,9 @@ class Command:
             aside=self.aside,
         )
         self._held = HeldRun(running, self._start(setting, seed, environment), [setting])
-        return self._finish(lambda: running.wait_for_verdict(deadlines, is_enough, memory_limit_bytes), may_hold=may_hold)
+        return self._hold_or_end(
+            lambda: running.wait_for_verdict(deadlines, is_enough, memory_limit_bytes), may_hold=may_hold
+        )
 
     def switch(
         self,
@@ -131,7 +133,7 @@ class Command:
             return None
         held.settings.append(setting)
         size = None if "batch_size" in self.line.placeholders else setting.batch_size
-        return self._finish(
+        return self._hold_or_end(
             lambda: held.running.switch(
                 size, self._outside(setting), deadlines, is_enough, watcher, memory_limit_bytes
             ),
@@ -152,7 +154,7 @@ class Command:
         return tuple(sorted(settable))
 
     def set_today(self, today: Setting, maker: str | None) -> None:
-        """Record the setting of the unchanged command, of which the latest run is, and the call that makes its loader."""
+        """Record the setting of the unchanged command, with which the latest run was made, and its loader's maker."""
         self.today, self.maker = today, maker
         if self._held is not None:
             self._held.settings = [today]
@@ -163,8 +165,10 @@ class Command:
         TF32 is never switched: the script may have set its flags after the agent did.
         """
         other = replace(setting, precision="fp32", batch_size=1)
-        sets_tf32 = self.today is not None and setting.precision != self.today.precision and (
-            "tf32" in (setting.precision, self.today.precision) and setting.precision in ("fp32", "tf32")
+        sets_tf32 = (
+            self.today is not None
+            and setting.precision != self.today.precision
+            and ("tf32" in (setting.precision, self.today.precision) and setting.precision in ("fp32", "tf32"))
         )
         filled = self.line.of_setting(setting, "", trial_dir="", port=0, seed=seed)
         return filled, other, sets_tf32, seed, self.sample_dim, environment or {}
@@ -174,8 +178,8 @@ class Command:
         outside = {} if self.today is None else self.line.outside(setting, self.today)
         return {**outside, "maker": self.maker} if "batch_size" in outside else outside
 
-    def _finish(self, wait: Callable[[], CompletedRun], *, may_hold: bool) -> CompletedRun:
-        """Return the completed run that `wait` returns, whose training is held for `switch` if it can be, else ended."""
+    def _hold_or_end(self, wait: Callable[[], CompletedRun], *, may_hold: bool) -> CompletedRun:
+        """Return the completed run that `wait` returns; its training is held for `switch` if it can be, else ended."""
         assert self._held is not None
         can_hold = False
         try:

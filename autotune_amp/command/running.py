@@ -194,6 +194,7 @@ class RunningCommand:
         running._reader = threading.Thread(target=running._read_output, daemon=True, name="autotune-amp output")
         running._reader.start()
         return running
+
     def wait_for_verdict(
         self, deadlines: Deadlines, is_enough: Callable[[RunEvents], bool], memory_limit_bytes: int | None
     ) -> CompletedRun:

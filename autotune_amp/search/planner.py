@@ -229,10 +229,13 @@ class Planner:
         combine = max if self.job_defaults.loads_together else fmean  # the first one waits for the others
         return combine(measured_seconds) if measured_seconds else self.job_defaults.start_seconds
 
-    def setup_seconds(self, ledger: Ledger) -> float:
-        """Return the seconds that a trial takes in addition to its steps: the measured median, else predicted."""
+    def setup_seconds(self, ledger: Ledger, setting: Setting | None = None) -> float:
+        """Return the seconds that a job takes in addition to its steps: the measured median, else predicted.
+
+        A trial of `setting` needs no start if the running command can switch to it.
+        """
         if self.job_defaults.are_trials_fresh:
-            return self.start_seconds(ledger)
+            return self.start_seconds(ledger) if self._needs_start(ledger, setting) else _switch_seconds(ledger)
         seconds = []
         for record in ledger.actual.records:
             measured, setting = record.outcome, record.candidate
@@ -242,16 +245,34 @@ class Planner:
                 seconds.append(record.seconds - measured.first_step_seconds - num_steps * step_seconds)
         return max(0.0, median(seconds)) if seconds else self.job_defaults.setup_seconds
 
+    def _running_setting(self, ledger: Ledger) -> Setting | None:
+        """Return the setting of a command that waits for another one: that of the latest record, if it is a measurement
+        of a trial.
+        """
+        last = ledger.actual.records[-1] if self.job_defaults.description.switched and ledger.actual.records else None
+        is_running = last is not None and last.purpose == "search" and isinstance(last.outcome, Measurement)
+        return last.candidate if last is not None and is_running else None
+
+    def _needs_start(self, ledger: Ledger, setting: Setting | None) -> bool:
+        """Whether a command has to be started for a job: for all but the first trial of a `setting` that a running
+        command can switch to.
+        """
+        running = self._running_setting(ledger)
+        if setting is None or running is None or setting in ledger.actual.measurements:
+            return True
+        values = {name: getattr(setting, name) for name in self.job_defaults.description.switched}
+        return replace(running, **values) != setting
+
     @property
     def measurement_limit_seconds(self) -> float:
         """Return the maximum number of seconds for which a trial measures."""
         return measurement_limit_seconds(self.budget.seconds)
 
-    def trial_seconds(self, ledger: Ledger, step_seconds: float) -> float:
-        """Return the predicted seconds of a trial whose steps take `step_seconds`."""
+    def trial_seconds(self, ledger: Ledger, setting: Setting, step_seconds: float) -> float:
+        """Return the predicted seconds of a trial of `setting` whose steps take `step_seconds`."""
         num_unmeasured, num_measured = NUM_STEPS_FORESEEN
         measuring = min(num_measured * step_seconds, self.measurement_limit_seconds + step_seconds)
-        return self.setup_seconds(ledger) + num_unmeasured * step_seconds + measuring
+        return self.setup_seconds(ledger, setting) + num_unmeasured * step_seconds + measuring
 
     def waiting_seconds(self, ledger: Ledger) -> float:
         """Return the seconds to start a process for a trial if a failure ended the one kept for trials; else 0."""
@@ -365,7 +386,9 @@ class Planner:
         job_defaults, space = self.job_defaults, ledger.space
         start = job_defaults.start_seconds
         precisions = {c.precision for c in (*space.candidates, space.baseline)}
+        switched = job_defaults.description.switched
         per_trial = start if job_defaults.are_trials_fresh else job_defaults.setup_seconds if may_fork else 0.0
+        per_trial *= "precision" not in switched
         comparing = len(precisions) * (per_trial + FORESEEN_SECONDS)
         num_starts = 1 if job_defaults.loads_together else MIN_ROUNDS * (1 if job_defaults.shares_processes else 2)
         confirming = num_starts * start + MIN_ROUNDS * 2 * (CONFIRM_SECONDS + 1)
@@ -378,10 +401,16 @@ class Planner:
             return forecast
         num_values = sum(map(len, space.variants.values()))
         num_checking = 2 * _has_checks(space)  # in each precision
-        num_starts = len(precisions) + num_values + num_checking + 2 * (MIN_ROUNDS - 1)  # a trial counts as a round
+        # A trial in a start of its own counts as a round.
+        num_comparing, num_confirming = len(precisions), 2 * (MIN_ROUNDS - 1)
+        if "precision" in switched:
+            sets_tf32 = "tf32" in precisions - {space.baseline.precision}  # which needs a start of its own
+            num_comparing, num_confirming = 1 + sets_tf32, 2 * MIN_ROUNDS - 1
+        num_starts = num_comparing + num_values + num_checking + num_confirming
+        sizes = "the other batch sizes share one" if "batch_size" in switched else "one for each other batch size"
         return (
             f"{forecast} That is {count(num_starts, 'start')} of the command, about "
-            f"{duration(num_starts * (start + FORESEEN_SECONDS))}, and one for each other batch size."
+            f"{duration(num_starts * (start + FORESEEN_SECONDS))}, and {sizes}."
         )
 
     # -- shares of the time --------------------------------------------------------------------------------------------
@@ -411,7 +440,9 @@ class Planner:
         if ledger.num_awaited and max_trials is not None:  # do not repeat the baseline with limited trials
             return False
         num_tried = ledger.num_awaited + sum(r.purpose in ranking.BEFORE_CONFIRMATION for r in ledger.records)
-        needed = self.waiting_seconds(ledger) + max(MIN_TRIAL_SECONDS, self.setup_seconds(ledger))
+        is_running = self._running_setting(ledger) is not None
+        least_setup = _switch_seconds(ledger) if is_running else self.setup_seconds(ledger)
+        needed = self.waiting_seconds(ledger) + max(MIN_TRIAL_SECONDS, least_setup)
         return left_seconds > needed and (max_trials is None or num_tried < max_trials)
 
     # -- jobs with their limits ----------------------------------------------------------------------------------------
@@ -442,6 +473,8 @@ class Planner:
         assert isinstance(best.outcome, Measurement)
         samples_per_second = best.outcome.samples_per_second / job_defaults.description.num_ranks
         first_step_seconds = best.outcome.first_step_seconds
+        if best.outcome.is_build_shared and job_defaults.are_trials_fresh:  # without the start of the command
+            first_step_seconds += job_defaults.start_seconds
         num_reported_samples = setting.batch_size * trial.num_timed_micro_batches * trial.num_steps_per_report
         step_deadline = max(MIN_STEP_DEADLINE_SECONDS, DEADLINE_RATIO * num_reported_samples / samples_per_second)
         if setting.num_workers or job_defaults.description.num_workers:  # workers may start anew every epoch
@@ -478,6 +511,13 @@ class Planner:
         """Return the check of whether accumulated gradients equal those of the whole batch."""
         batch_size = min(ledger.space.check_batch_size, ledger.space.baseline.effective_batch_size)
         return self.check(ledger, "accumulation", Setting(precision="fp32", batch_size=batch_size))
+
+
+def _switch_seconds(ledger: Ledger) -> float:
+    """Return the median seconds in which a running command went over to another setting, 0 if it never did."""
+    outcomes = [r.outcome for r in ledger.actual.records if r.purpose == "search"]
+    seconds = [each.build_seconds for each in outcomes if isinstance(each, Measurement) and each.is_build_shared]
+    return median(seconds) if seconds else 0.0
 
 
 def _has_checks(space: Space) -> bool:

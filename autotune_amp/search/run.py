@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from msgspec.structs import replace
 
-from autotune_amp.core.outcome import Failure, Purpose, Record, after_steps
+from autotune_amp.core.outcome import Failure, Measurement, Purpose, Record, after_steps
 from autotune_amp.dimensions import NUMERIC
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.processes.local import Handle, Slot, SlotLostError
@@ -202,9 +202,11 @@ class Runner:
             num_beside=finished.num_beside,
         )
         if isinstance(job, Trial):
+            # A command that went over to this setting while it ran is no fresh process, which would confirm it.
+            is_switched = job.purpose == "search" and isinstance(outcome, Measurement) and outcome.is_build_shared
             record = replace(
                 record,
-                round=job.round,
+                round=None if is_switched else job.round,
                 environment=job.environment,
                 loss_scale=job.loss_scale,
                 start_seconds=handle.start_seconds,

@@ -245,7 +245,13 @@ def test_what_is_its_own_is_free_and_what_it_made_elsewhere_is_listed(
     ran = run_command([sys.executable, "train.py", str(given)], environment=environment, output=given / "agent")
     assert ran.events.first(Refused) is None
     assert "went on" in ran.state.printed, ran.state.printed
-    assert {str(Path(path).relative_to(mine)) for path in ran.files.kept} == {"kept", "made", "moved", "new.db", "by a child"}
+    assert {str(Path(path).relative_to(mine)) for path in ran.files.kept} == {
+        "kept",
+        "made",
+        "moved",
+        "new.db",
+        "by a child",
+    }
 
     again = "open('kept', 'w').close(); open('made/more', 'w').close(); open('new', 'w').close(); print('went on')"
     assert "went on" in train(again, kept=ran.files.kept).state.printed

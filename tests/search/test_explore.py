@@ -84,7 +84,8 @@ def test_what_promises_something_must_fit_into_the_time_left(times: float, is_ru
     found = measured(Trial(candidate=setting, device="cpu"), 32.0)
     took = Record(search_id="s", number=1, candidate=setting, purpose="search", outcome=found, seconds=20.0 + 12.0)
     ledger = known([took])
-    seconds = Planner(CONDITIONS, Budget(math.inf)).trial_seconds(ledger, 64 / 32.0)  # no faster than what was measured
+    planner = Planner(CONDITIONS, Budget(math.inf))
+    seconds = planner.trial_seconds(ledger, untried[0], 64 / 32.0)  # no faster than what was measured
     assert (promising(ledger, untried, left_seconds=times * seconds) == untried[0]) == is_run
 
 

@@ -28,7 +28,7 @@ class Channel:
         self._listens = False
         self._socket: socket.socket | None = None
         self.before_send: Callable[[], Any] = lambda: None  # called by the sending thread before it sends
-        self.on_request: Callable[[str], Any] = lambda _: None  # called by that thread with other requests than ``dump``
+        self.on_request: Callable[[str], Any] = lambda _: None  # called by that thread with any other request
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 

@@ -181,7 +181,7 @@ def next_promising(
         # For energy, or without the wait for data, `throughput` is not samples per second.
         speed = fastest if ledger.objective == "energy" else min(fastest, throughput_model.throughput(setting))
         num_samples = setting.batch_size * num_timed_passes(setting) * planner.job_defaults.description.num_ranks
-        return compiling + planner.trial_seconds(ledger, num_samples / speed)
+        return compiling + planner.trial_seconds(ledger, setting, num_samples / speed)
 
     def may_run(setting: Setting) -> bool:
         if (setting in ledger.measurements) != (setting in ledger.actual.measurements):

@@ -171,7 +171,7 @@ def is_worth_trying(ledger: Ledger, planner: Planner, setting: Setting) -> bool:
     gain = min(
         _GAINED * (PRECISION_DEVIATION if setting.precision != leader.precision else VALUE_DEVIATION), max_speedup - 1
     )
-    seconds = planner.trial_seconds(ledger, min(m.step_seconds for m in ledger.measurements[leader]))
+    seconds = planner.trial_seconds(ledger, setting, min(m.step_seconds for m in ledger.measurements[leader]))
     if setting.is_compiled:
         seconds += planner.compile_seconds(ledger)
     if needs_check(setting, ledger.space) and check_key(setting) not in ledger.fidelity:

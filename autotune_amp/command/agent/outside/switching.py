@@ -186,7 +186,7 @@ class Switcher:
         return None
 
     def _is_of_training(self, iterator: Any) -> bool:
-        """Whether an iterator is of the DataLoader of the first steps, or of one that the same call made of its data."""
+        """Whether an iterator is of the DataLoader of the first steps, or of one that the same call made anew."""
         ours, other = self._iterator._autotune_amp_loader, iterator._autotune_amp_loader
         return ours is other or (ours.dataset is other.dataset and ours._autotune_amp_call == other._autotune_amp_call)
 
