@@ -87,7 +87,7 @@ class Command:
         With `may_hold`, the training waits for `switch` once it is measured, if it can switch. The next run ends it.
         """
         self.end_held()
-        may_hold = may_hold and self.switch_problem is None
+        may_hold = may_hold and self.switch_problem is None and bool(self._fields_without_placeholder)
         folder = new_folder()
         trial_dir = str(folder / TRIAL_DIR)
         arguments, files = self.line.of_setting(setting, trial_dir, seed=seed, trial_dir=trial_dir, port=free_port())
@@ -150,8 +150,11 @@ class Command:
         """Return the fields of a setting that a running training can switch; none if it cannot."""
         if self.switch_problem is not None:
             return ()
-        settable = {"precision", "batch_size"} - self.line.placeholders.keys() - self.unsettable.keys()
-        return tuple(sorted(settable))
+        return tuple(sorted(self._fields_without_placeholder - self.unsettable.keys()))
+
+    @property
+    def _fields_without_placeholder(self) -> set[str]:
+        return {"precision", "batch_size"} - self.line.placeholders.keys()
 
     def set_today(self, today: Setting, maker: str | None) -> None:
         """Record the setting of the unchanged command, with which the latest run was made, and its loader's maker."""

@@ -16,6 +16,7 @@ from autotune_amp.processes.process import Watcher
 from autotune_amp.trial.jobs import Check, Describe, Trial
 
 SECONDS = 200.0
+_backends: list[CommandBackend] = []  # the latest, whose command may wait for another setting
 
 
 def local_backend() -> Iterator[LocalBackend]:
@@ -23,6 +24,13 @@ def local_backend() -> Iterator[LocalBackend]:
     payload = Payload(target="autotune_amp.workloads:workload", path=tuple(sys.path))
     with LocalBackend(payload, "kept", Watcher()) as backend:
         yield backend
+        end_latest()
+
+
+def end_latest() -> None:
+    """End the run of the command described last, if it waits for another setting."""
+    while _backends:
+        _backends.pop()._command.end_held()
 
 
 def described(
@@ -35,6 +43,8 @@ def described(
     is_batch_free: bool = True,
 ) -> tuple[CommandBackend, Description | Failure]:
     backend = CommandBackend(Command(CommandTemplate.of(command, files=files)), local, Watcher())
+    end_latest()
+    _backends.append(backend)
     describe = Describe(device=device, baseline_batch_size=8, deadline_seconds=seconds, is_batch_free=is_batch_free)
     return backend, backend.submit(describe).result()
 

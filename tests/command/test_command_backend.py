@@ -443,7 +443,7 @@ def test_a_budget_for_less_than_a_search_says_what_would_do(
 ) -> None:
     monkeypatch.setattr(command_backend, "MIN_NUM_RUNS", 1_000_000)
     with pytest.raises(BudgetTooSmallError, match="until its steps are measured") as raised:
-        described([sys.executable, script], local)
+        described([sys.executable, script, *BATCH, *PRECISION], local)
     assert "--budget" in raised.value.next_step
 
 
