@@ -39,9 +39,10 @@ class RunEvents:
     def without_steps(self) -> RunEvents:
         """Return the messages that also describe a run of another setting in the same processes."""
         events = RunEvents()
-        for kind in (Hello, Torch, Loader, Optimizer, Switchable):
-            for message in self.of(kind):
-                events.add(message)
+        kinds: tuple[type[Message], ...] = (Hello, Torch, Loader, Optimizer, Switchable)
+        messages: list[Message] = [message for kind in kinds for message in self._messages.get(kind, [])]
+        for message in messages:
+            events.add(message)
         return events
 
     def of(self, kind: type[M]) -> list[M]:

@@ -181,19 +181,22 @@ class RunningCommand:
             aside=aside,
         )
         try:
-            write_kept(running._made_list, kept)
-            (running._folder / TRIAL_DIR).mkdir()
-            for path, text in (files or {}).items():
-                Path(path).write_text(text)
-            running._listener = Listener(running._socket)
-            running._began = time.monotonic()
-            running._program.start()
+            running._begin(files or {}, kept)
         except BaseException:
             running._close()
             raise
-        running._reader = threading.Thread(target=running._read_output, daemon=True, name="autotune-amp output")
-        running._reader.start()
         return running
+
+    def _begin(self, files: Mapping[str, str], kept: Sequence[str]) -> None:
+        write_kept(self._made_list, kept)
+        (self._folder / TRIAL_DIR).mkdir()
+        for path, text in files.items():
+            Path(path).write_text(text)
+        self._listener = Listener(self._socket)
+        self._began = time.monotonic()
+        self._program.start()
+        self._reader = threading.Thread(target=self._read_output, daemon=True, name="autotune-amp output")
+        self._reader.start()
 
     def wait_for_verdict(
         self, deadlines: Deadlines, is_enough: Callable[[RunEvents], bool], memory_limit_bytes: int | None

@@ -254,9 +254,9 @@ class _RandomState:
     """States of the random number generators that a training and its DataLoader draw from."""
 
     def __init__(self, loader: Any) -> None:
-        owners = (loader, getattr(loader.batch_sampler, "sampler", None))
-        own = {id(each.generator): each.generator for each in owners if getattr(each, "generator", None) is not None}
-        self._generators = [(generator, generator.get_state()) for generator in own.values()]
+        owners: tuple[Any, ...] = (loader, getattr(loader.batch_sampler, "sampler", None))
+        own = [getattr(owner, "generator", None) for owner in owners]
+        self._generators = [(generator, generator.get_state()) for generator in own if generator is not None]
         self._torch = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         self._python = random.getstate()
