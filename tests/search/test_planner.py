@@ -228,6 +228,51 @@ def test_what_is_bought_is_said_before_the_first_trial() -> None:
     assert "10 starts of the command" in said, "two precisions, two values, a check in two, two further rounds of two"
 
 
+def test_a_command_that_switches_needs_no_start_for_what_it_can_switch_to_next() -> None:
+    search = searched(start_seconds=20.0, switched=("precision",))
+    search.job_defaults = replace(search.job_defaults, are_trials_fresh=True)
+    with_argument, larger = replace(BF16, arguments=(("attn", "flash"),)), candidate("bf16", 64)
+    planner = search.planner
+    assert planner.setup_seconds(search.ledger, BF16) == pytest.approx(20.0), "nothing runs"
+    search.measure(FP32)
+    (record,) = search.ledger.records
+    seconds = {each: planner.setup_seconds(search.ledger, each) for each in (BF16, FP32, larger, with_argument)}
+    assert seconds == pytest.approx({BF16: 0.0, FP32: 20.0, larger: 20.0, with_argument: 20.0}), "FP32 ran there"
+    assert planner.setup_seconds(search.ledger) == pytest.approx(20.0)
+    assert planner.has_time_for_trial(search.ledger, 5.0)
+    outcome = record.outcome
+    assert isinstance(outcome, Measurement)
+    switched = replace(outcome, is_build_shared=True, build_seconds=1.5, first_step_seconds=1.5)
+    search.ledger.append(replace(record, candidate=BF16, outcome=switched))
+    assert planner.setup_seconds(search.ledger, candidate("fp16", 32)) == pytest.approx(1.5), "as measured"
+    deadline = planner.trial(search.ledger, larger, 300.0).first_step_deadline_seconds
+    assert deadline is not None
+    assert deadline > 2 * 20.0, "of a start, although the best trial had none"
+    search.ledger.append(replace(record, purpose="fallback"))
+    assert planner.setup_seconds(search.ledger, BF16) == pytest.approx(20.0), "another job ran since"
+
+
+def test_a_trial_without_a_start_is_no_round_of_the_confirmation() -> None:
+    search = searched()
+    search.job_defaults = replace(search.job_defaults, are_trials_fresh=True)
+    answer = search.backend._answer
+    for setting, is_shared in ((FP32, False), (BF16, True)):
+        search.backend._answer = lambda spec, is_shared=is_shared: replace(answer(spec), is_build_shared=is_shared)
+        search.run(_Once(setting))
+    assert [record.round for record in search.ledger.records] == [0, None]
+
+
+@pytest.mark.parametrize(("switched", "num_starts"), [((), 8), (("precision",), 8), (("batch_size", "precision"), 8)])
+def test_the_forecast_counts_one_start_for_all_precisions_that_a_command_switches(
+    switched: tuple[str, ...], num_starts: int
+) -> None:
+    search = searched(start_seconds=17.0, switched=switched)
+    search.job_defaults = replace(search.job_defaults, are_trials_fresh=True)
+    said = search.planner.forecast(search.ledger, may_fork=False)
+    assert f"{num_starts} starts of the command" in said
+    assert ("one for each other batch size" in said) == ("batch_size" not in switched)
+
+
 def test_a_dear_job_has_to_bring_more_and_no_job_is_worth_nothing() -> None:
     planner = searched(start_seconds=10.0).planner
     assert planner.min_gain(0.0) == MIN_JOB_GAIN
