@@ -22,12 +22,21 @@ reach the training. `--try none` keeps today's values. A name like one of the pl
 suggests that one, and so is a name in braces without values. Before its trials the search prints what it tries, what
 needs a placeholder, and how often it starts the command.
 
-**Trials.** Each trial runs the command itself with a few hooks in it (`autotune_amp/command/agent`), until its steps
+**Trials.** Trials run the command itself with a few hooks in it (`autotune_amp/command/agent`), until its steps
 are measured; then the command and every process that it started are killed. Its output is shown if it fails. The first
 run is the command as it is today; the next runs use another precision and, where other batch sizes may be tried,
 another batch size. Both count as trials. A placeholder that does not reach the training code is an error that names the
 requested and the observed value. A precision in which the command fails, or is far too slow, is left out with a
 warning.
+
+**One start for several settings.** A plain loop of one process over one DataLoader, without compiled code, waits once
+it is measured. The next trial that differs only in a precision or batch size set without a placeholder goes on in that
+process: weights, optimizers, schedulers, random numbers and the DataLoader are put back to the first step, GradScalers
+begin anew, memory is returned and the warm-up repeated. A setting that fails there is tried in a start of its own,
+except for lack of memory at a larger batch than before. The state is saved in the run's folder, if it fits in a quarter
+of the free space and memory. Scripts that cannot be put back this way are started for each trial, as are all checks,
+confirmations, and trials in TF32. The script's own counters go on. On a CPU the peak memory after such a change may be
+a little higher than in a start of its own.
 
 **Fidelity.** The fidelity of a precision, and of your own arguments, is judged in runs of the command, by the gradients
 of the same batches at the same first weights. What acts after the gradients, such as an optimizer, is not judged. A

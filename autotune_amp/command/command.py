@@ -221,7 +221,8 @@ class Command:
             )
 
     def leftovers(self) -> tuple[str, ...]:
-        """Return sentences for the user on the files that runs created, and where they are now."""
+        """Return sentences for the user on the files that runs created, and where they are now. End a run that waits."""
+        self.end_held()
         kept = self.kept if self._kept_list is None else load_kept(self._kept_list)  # also those of an interrupted run
         return leftover_notes(self.aside, kept, self.stuck)
 

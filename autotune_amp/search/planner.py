@@ -457,6 +457,8 @@ class Planner:
         elif is_hopelessly_slow(job_defaults.hardware, setting.precision):
             used_seconds = sum(r.seconds for r in ledger.records if r.candidate.precision == setting.precision)
             longest_seconds = max(r.seconds for r in ledger.records if isinstance(r.outcome, Measurement))
+            if job_defaults.are_trials_fresh:  # a command's trials may have had no start, or none of their own
+                longest_seconds = max(longest_seconds, self.start_seconds(ledger) + FORESEEN_SECONDS)
             seconds = min(seconds, HOPELESS_TIMES * longest_seconds - used_seconds)
         if setting.is_compiled:  # compilation time is unknown
             seconds = min(seconds, self.budget.left() / 2)

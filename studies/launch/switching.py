@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 RAW = HERE / "results" / "switching.jsonl"
 BEGIN, END = "<!-- results: switching.py -->", "<!-- end of results of switching.py -->"
 WAYS = ("switched", "started")
-HEAD = "| command | setting | switched, samples/s (95 %) | own start, samples/s (95 %) | overlap | peak, switched and own |"
+HEAD = "| command | setting | switched, samples/s (95 %) | own start, samples/s (95 %) | overlap | peaks |"
 BUDGET_SECONDS, START_SECONDS = 300, 5
 
 HEADER = f"""
@@ -148,7 +148,7 @@ def search(name: str, way: str) -> dict[str, Any]:
 
 
 def search_here(way: str, folder: Path) -> None:
-    """Search train.py in a folder, with its own start for each trial if `way` is "started", and write what was found."""
+    """Search train.py in a folder, with a start for each trial if `way` is "started", and write what was found."""
     from autotune_amp import CommandTemplate, recommend_config
     from autotune_amp.command import command
     from autotune_amp.command.running import RunningCommand

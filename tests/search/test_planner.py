@@ -242,7 +242,8 @@ def test_a_command_that_switches_needs_no_start_for_what_it_can_switch_to_next()
     assert planner.has_time_for_trial(search.ledger, 5.0)
     outcome = record.outcome
     assert isinstance(outcome, Measurement)
-    switched = replace(outcome, is_build_shared=True, build_seconds=1.5, first_step_seconds=1.5)
+    faster = 2 * outcome.samples_per_second
+    switched = replace(outcome, is_build_shared=True, build_seconds=1.5, samples_per_second=faster)
     search.ledger.append(replace(record, candidate=BF16, outcome=switched))
     assert planner.setup_seconds(search.ledger, candidate("fp16", 32)) == pytest.approx(1.5), "as measured"
     deadline = planner.trial(search.ledger, larger, 300.0).first_step_deadline_seconds
