@@ -35,8 +35,8 @@ process: weights, optimizers, schedulers, random numbers and the DataLoader are 
 begin anew, memory is returned and the warm-up repeated. A setting that fails there is tried in a start of its own,
 except for lack of memory at a larger batch than before. The state is saved in the run's folder, if it fits in a quarter
 of the free space and memory. Scripts that cannot be put back this way are started for each trial, as are all checks,
-confirmations, and trials in TF32. The script's own counters go on. On a CPU the peak memory after such a change may be
-a little higher than in a start of its own.
+confirmations, trials in TF32, and on a CPU trials of a smaller batch than the one before, which would profit from the
+memory that is kept. The script's own counters go on.
 
 **Fidelity.** The fidelity of a precision, and of your own arguments, is judged in runs of the command, by the gradients
 of the same batches at the same first weights. What acts after the gradients, such as an optimizer, is not judged. A

@@ -38,6 +38,7 @@ class HeldRun:
     running: RunningCommand
     start: tuple[object, ...]
     settings: list[Setting]
+    is_on_cpu: bool = False
 
 
 class Command:
@@ -127,9 +128,13 @@ class Command:
     ) -> CompletedRun | None:
         """Run `setting` in the process of the run before, if its training waits and a start would differ in a precision
         or batch size set by the agent only; else return None.
+
+        On a CPU, memory that malloc has kept from a larger batch would make a smaller one faster: that needs a start.
         """
         held = self._held
         if held is None or held.start != self._start(setting, seed, environment) or setting in held.settings:
+            return None
+        if held.is_on_cpu and setting.batch_size < self.largest_held_batch:
             return None
         held.settings.append(setting)
         size = None if "batch_size" in self.line.placeholders else setting.batch_size
@@ -193,6 +198,10 @@ class Command:
             if not can_hold:
                 self.end_held()
         if can_hold:
+            devices = {
+                each for rank in completed.events.ranks.values() for o in rank.optimizers.values() for each in o.devices
+            }
+            self._held.is_on_cpu = devices == {"cpu"}
             self._held.running.hold()
         return completed
 
@@ -221,7 +230,7 @@ class Command:
             )
 
     def leftovers(self) -> tuple[str, ...]:
-        """Return sentences for the user on the files that runs created, and where they are now. End a run that waits."""
+        """End a run that waits, and return sentences for the user on the files that runs created and where they are."""
         self.end_held()
         kept = self.kept if self._kept_list is None else load_kept(self._kept_list)  # also those of an interrupted run
         return leftover_notes(self.aside, kept, self.stuck)

@@ -255,13 +255,14 @@ class Planner:
 
     def _needs_start(self, ledger: Ledger, setting: Setting | None) -> bool:
         """Whether a command has to be started for a job: for all but the first trial of a `setting` that a running
-        command can switch to.
+        command can switch to. On a CPU, it is not switched to a smaller batch (`Command.switch`).
         """
         running = self._running_setting(ledger)
         if setting is None or running is None or setting in ledger.actual.measurements:
             return True
         values = {name: getattr(setting, name) for name in self.job_defaults.description.switched}
-        return replace(running, **values) != setting
+        is_smaller_on_cpu = self.job_defaults.hardware.device == "cpu" and setting.batch_size < running.batch_size
+        return is_smaller_on_cpu or replace(running, **values) != setting
 
     @property
     def measurement_limit_seconds(self) -> float:

@@ -249,6 +249,11 @@ def test_a_command_that_switches_needs_no_start_for_what_it_can_switch_to_next()
     deadline = planner.trial(search.ledger, larger, 300.0).first_step_deadline_seconds
     assert deadline is not None
     assert deadline > 2 * 20.0, "of a start, although the best trial had none"
+    on_cpu = replace(search.job_defaults, hardware=replace(search.job_defaults.hardware, device="cpu"))
+    on_cpu = replace(on_cpu, description=replace(on_cpu.description, switched=("batch_size", "precision")))
+    for batch_size, seconds_on_cpu in ((16, 20.0), (64, 1.5)):
+        of_size = Planner(on_cpu, search.budget).setup_seconds(search.ledger, candidate("bf16", batch_size))
+        assert of_size == pytest.approx(seconds_on_cpu), "a smaller batch would profit from memory that is kept"
     search.ledger.append(replace(record, purpose="fallback"))
     assert planner.setup_seconds(search.ledger, BF16) == pytest.approx(20.0), "another job ran since"
 
