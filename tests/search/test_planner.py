@@ -261,9 +261,8 @@ def test_a_command_that_switches_needs_no_start_for_what_it_can_switch_to_next()
 def test_a_trial_without_a_start_is_no_round_of_the_confirmation() -> None:
     search = searched()
     search.job_defaults = replace(search.job_defaults, are_trials_fresh=True)
-    answer = search.backend._answer
-    for setting, is_shared in ((FP32, False), (BF16, True)):
-        search.backend._answer = lambda spec, is_shared=is_shared: replace(answer(spec), is_build_shared=is_shared)
+    search.backend._answer = lambda spec: replace(measured(spec, 1000.0), is_build_shared=spec.candidate == BF16)
+    for setting in (FP32, BF16):
         search.run(_Once(setting))
     assert [record.round for record in search.ledger.records] == [0, None]
 
