@@ -30,12 +30,12 @@ def docs_page(openapi: Mapping[str, Any]) -> str:
 
 
 def _section(method: str, path: str, operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (each["name"], each["in"], _type(each["schema"]), each["schema"].get("description", ""))
         for each in operation.get("parameters", [])
     ]
     for content in operation.get("requestBody", {}).get("content", {}).values():
-        rows += [(name, "body", *rest) for name, *rest in _fields(content["schema"], schemas)]
+        rows += [(name, "body", kind, text) for name, kind, text in _fields(content["schema"], schemas)]
     cells = ["".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows]
     head = "<tr><th>Field</th><th>In</th><th>Type</th><th></th></tr>"
     table = f"<table>{head}{''.join(f'<tr>{row}</tr>' for row in cells)}</table>" if cells else ""
