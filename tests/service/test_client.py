@@ -100,7 +100,7 @@ def test_it_follows_a_search_to_its_end(server: str) -> None:
 def test_the_client_and_the_service_take_the_same_options_of_a_search() -> None:
     assert set(client.OPTIONS) == Options.model_fields.keys()
     of_the_service = {"workload", "server", "device", "devices", "ray", "ranks", "study", "out", "storage"}
-    of_this_machine = {"baseline", "fresh", "quiet", "progress"}
+    of_this_machine = {"baseline", "quiet", "progress"}
     assert signature(recommend_config).parameters.keys() - of_the_service - of_this_machine == set(client.OPTIONS)
 
 
@@ -162,7 +162,7 @@ def test_an_address_that_is_none_is_not_asked_for_a_minute() -> None:
 
 def test_a_limit_of_requests_is_waited_out_while_a_search_runs(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_PATIENCE_SECONDS", -1.0)
-    monkeypatch.setattr(client.time, "sleep", lambda _: None)
+    monkeypatch.setattr("autotune_amp.service.client.time.sleep", lambda _: None)
     Script.answers += [search("queued"), (429, {}), search("running"), (429, {}), search("done", recommendation=FOUND)]
     assert recommendation_from(server, "mlp", {}, Progress()) == Recommendation.load(SAVED)
     Script.answers += [(429, {})]

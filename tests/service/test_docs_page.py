@@ -23,7 +23,7 @@ from autotune_amp.service.settings import Settings
 @pytest.fixture
 def app(tmp_path: Path) -> Iterator[FastAPI]:
     queue = Queue(f"sqlite:///{tmp_path / 'queue.db'}", "test", max_queued=1)
-    yield create_app(SearchThread(Settings(folder=str(tmp_path), targets={}), queue), RunStore(queue.engine))
+    yield create_app(SearchThread(Settings(folder=str(tmp_path), targets={}), queue), RunStore(queue.engine, "test"))
     queue.close()
 
 

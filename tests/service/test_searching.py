@@ -19,6 +19,8 @@ from autotune_amp.service.searching import OptionError, SearchEvents, SearchThre
 from autotune_amp.service.settings import Settings, Target
 
 DOCUMENT = {"config": {"precision": "bf16"}}
+CPU: dict[str, Any] = {"device": "cpu"}
+GPU: dict[str, Any] = {"device": "cuda:0"}
 BUSY = {"error": {"kind": "study_busy", "message": "Busy.", "next_step": "Wait."}}
 REFUSED = {"error": {"kind": "budget_too_small", "message": "--budget is 1.", "next_step": "Give --budget 2."}}
 
@@ -280,22 +282,22 @@ def test_devices_are_probed_when_nothing_runs(make: Callable[..., Service]) -> N
     for number, device in ((1, "cpu"), (2, "cuda:0")):
         probe = service.process(number)
         assert probe.arguments == ["probe", "--json", "--device", device]
-        probe.end(0, {"hardware": device}) if device == "cpu" else probe.end(2, BUSY)
+        probe.end(0, {"hardware": CPU}) if device == "cpu" else probe.end(2, BUSY)
     service.until(lambda: service.thread.hardware)
-    assert service.thread.hardware == {"cpu": "cpu", "cuda:0": BUSY["error"]}
+    assert service.thread.hardware == {"cpu": CPU, "cuda:0": BUSY["error"]}
     service.thread.want_hardware()
     again = service.process(3)
     assert again.arguments[-1] == "cuda:0", "only what failed"
-    again.end(0, {"hardware": "gpu"})
-    service.until(lambda: service.thread.hardware == {"cpu": "cpu", "cuda:0": "gpu"})
+    again.end(0, {"hardware": GPU})
+    service.until(lambda: service.thread.hardware == {"cpu": CPU, "cuda:0": GPU})
     service.stop()
     both = replace(service.settings.targets["gpu"], device="auto", devices=(0, 1))
     service.settings = replace(service.settings, targets={"both": both})
     service.start()
     service.thread.want_hardware()
     for number in (4, 5):
-        service.process(number).end(0, {"hardware": "gpu"})
-    service.until(lambda: service.thread.hardware == {"cuda:0": "gpu", "cuda:1": "gpu"})
+        service.process(number).end(0, {"hardware": GPU})
+    service.until(lambda: service.thread.hardware == {"cuda:0": GPU, "cuda:1": GPU})
 
 
 def test_what_hangs_is_interrupted(make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch) -> None:
