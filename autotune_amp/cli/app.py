@@ -97,7 +97,8 @@ OBJECTIVE = option(
 TRY = typer.Option(
     "--try",
     help="Further settings to try: auto (all safe ones), none, or a comma-separated list of compile, channels_last, "
-    "optimizer_impl, attention, activation_checkpointing, allocator, cudnn_benchmark, fp8_recipe, weights.",
+    "optimizer_impl, attention, activation_checkpointing, allocator, cudnn_benchmark, pin_memory, prefetch_factor, "
+    "fp8_recipe, weights.",
     metavar="NAMES",
 )
 Steps = Annotated[

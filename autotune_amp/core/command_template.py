@@ -261,7 +261,9 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
 def _pattern_of_paths(paths: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern for these paths where they are not a part of another path."""
     longest_first = sorted(paths, key=len, reverse=True)
-    return re.compile(rf"(?<![\w./-])(?:{'|'.join(map(re.escape, longest_first))})(?![\w/-]|\.\w)")
+    # A path may follow a short option at once: -cconf.yaml.
+    before = r"(?:(?<![\w./-])|(?<=^-\w))"
+    return re.compile(rf"{before}(?:{'|'.join(map(re.escape, longest_first))})(?![\w/-]|\.\w)")
 
 
 def _choices_text(match: re.Match[str]) -> str | None:

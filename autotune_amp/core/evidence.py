@@ -555,7 +555,7 @@ def measured_line(name: object, samples_per_second: float | None, peak_memory_by
 
 AUTOCAST_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.bfloat16"}
 LOSS = "compute_loss(model, batch)"
-LOADER_COMMENT = "# Your loader's other arguments stay: shuffle, pin_memory, prefetch_factor, collate_fn, ..."
+LOADER_COMMENT = "# Your loader's other arguments stay: shuffle, collate_fn, ..."
 
 
 def strict_flag_lines(precision: Precision) -> list[str]:
@@ -576,7 +576,7 @@ def export_lines(config: AmpConfig) -> list[str]:
 
 
 def loader_line(config: AmpConfig) -> str:
-    """Return a line of Python that makes the DataLoader with the config's batch size and workers."""
+    """Return a line of Python that makes the DataLoader with the config's batch size and its other arguments."""
     options = ", ".join(f"{name}={value}" for name, value in config.loader_options.items())
     return f"loader = DataLoader(dataset, {options})"
 

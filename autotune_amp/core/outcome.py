@@ -101,7 +101,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="failure"):
     """Failure of a job. `message` is one sentence, `details` a traceback or the end of the job's output.
 
-    `is_loading`: time was up before the process was ready, so the failure says nothing about the setting.
+    `is_loading`: time was up before the process was ready, so the failure says little about the setting.
     """
 
     kind: FailureKind

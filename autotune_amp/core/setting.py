@@ -125,6 +125,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         prefetch = {"prefetch_factor": int(self.prefetch_factor)} if self.uses("prefetch_factor") else {}
         return {**workers, **pins, **prefetch}
 
+    def with_workers_of(self, num_workers: int | None) -> Setting:
+        """Return the setting with the loader's own number of workers if it has an argument that only workers take."""
+        needs_workers = self.uses("prefetch_factor") and self.num_workers is None
+        return msgspec.structs.replace(self, num_workers=num_workers) if needs_workers else self
+
     @property
     def has_variants(self) -> bool:
         """Return whether a variant or a command's own argument has another value than today's."""

@@ -41,10 +41,14 @@ class _LoaderArgument(Variant):
     affects = frozenset({"speed"})
 
     def choices(self, hardware: Any, description: Any, options: Any) -> Choices[str]:
-        """Return the values to try if the data are a DataLoader that may gain by them."""
-        if not self._may_gain(hardware, description):
+        """Return the values to try if the data are a DataLoader that may gain by them.
+
+        Values that gain nothing have a reason only if the user named this dimension.
+        """
+        why = None if self._may_gain(hardware, description) else "nothing to gain with this loader on this device"
+        if why is not None and self.name not in (options.variants or ()):
             return Choices()
-        values: dict[str, None] = dict.fromkeys(self.others)
+        values = dict.fromkeys(self.others, why)
         own = replace(description, variants={**description.variants, self.name: values})
         return super().choices(hardware, own, options)
 

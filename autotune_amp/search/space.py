@@ -192,7 +192,7 @@ def _exclusions_by_failure(
     has_run = any(c.precision == failed.precision for c in measured)
     if failure.kind == "unsupported" and not failed.as_found and not has_run:
         return [Exclusion(precision=failed.precision, batch_size=None, reason=failure.message)]
-    if failure.kind not in ("timeout", "oom"):
+    if failure.kind not in ("timeout", "oom") or failure.is_loading:  # loading is the same for all batch sizes
         return []
     reason = f"{failed} took too long, and this has more to do"
     hungrier: set[Precision] = set()

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from scripted_backend import ScriptedSearch, candidate, described, hardware, measured
 
 from autotune_amp.core.config import AmpConfig, training_arguments
@@ -226,9 +227,9 @@ def test_other_batch_sizes_are_tried_with_the_fewest_workers_that_end_the_wait()
     ("kind", "wait", "own", "expected"),
     [
         ("cuda", 0.2, {"pins_memory": False}, {"num_workers": 2, "pin_memory": True, "prefetch_factor": 4}),
-        ("cuda", 0.0, {"pins_memory": False}, {"num_workers": 2, "pin_memory": True}),
-        ("cuda", 0.2, {"pins_memory": True, "prefetch_factor": 8}, {"num_workers": 2}),
-        ("cpu", 0.0, {"pins_memory": False}, {"num_workers": 2}),
+        ("cuda", 0.0, {"pins_memory": False}, {"pin_memory": True}),
+        ("cuda", 0.2, {"pins_memory": True, "prefetch_factor": 8}, {}),
+        ("cpu", 0.0, {"pins_memory": False}, {}),
     ],
 )
 def test_pinned_memory_and_prefetched_batches_are_tried_where_they_may_gain(
@@ -248,8 +249,10 @@ def test_pinned_memory_and_prefetched_batches_are_tried_where_they_may_gain(
     search.run(Variants(Checks()))
     shortlist = search.ledger.shortlist
     assert shortlist is not None
-    config = AmpConfig.of(msgspec.structs.replace(shortlist.winner, num_workers=2))
+    config = AmpConfig.of(shortlist.winner.with_workers_of(2))
     assert config.loader_options == {"batch_size": config.batch_size, **expected}
+    if config.loader_arguments:
+        torch.utils.data.DataLoader(range(8), **config.loader_options)
     assert not config.active_variants, "prepare() leaves them to the loader"
     assert export(ExportSource(config, "cpu"), "torch").text.count("pin_memory=True") == ("pin_memory" in expected)
     arguments = {f"dataloader_{name}": value for name, value in expected.items()}

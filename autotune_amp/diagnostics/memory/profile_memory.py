@@ -411,7 +411,7 @@ def savings(
             what = f"{name}, as measured (to check its accuracy: autotune-amp fidelity --precision {name})"
             ways.append(Saving(kind="precision", num_bytes=num_bytes, what=what))
         elif other.precision == setting.precision:
-            what = f"{arguments_label(other.arguments)}, as measured"
+            what = f"{arguments_label(other.arguments) or 'the arguments in use'}, as measured"
             ways.append(Saving(kind="argument", num_bytes=num_bytes, what=what))
     if breakdown.checkpointable_modules:
         blocks = breakdown.checkpointable_modules

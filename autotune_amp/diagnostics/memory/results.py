@@ -261,9 +261,10 @@ def facts(profile: MemoryProfile) -> list[tuple[str, str]]:
             )
         if row.largest is not None and profile.limit_bytes is not None:
             lines.append(("fits", f"{row.label}: {largest_line(row.largest, profile.limit_bytes)}"))
-    for row, _ in measured_rows(profile)[:1]:
+    for number, (row, _) in enumerate(row for row in measured_rows(profile) if not row[0].arguments):
         for saving in row.savings:
-            lines.append(("frees", f"{row.label}: up to {size(saving.num_bytes)} by {saving.what}"))
+            if number == 0 or saving.kind == "argument":
+                lines.append(("frees", f"{row.label}: up to {size(saving.num_bytes)} by {saving.what}"))
     if profile.snapshot is not None:
         lines.append(("snapshot", f"{profile.snapshot} opens at https://pytorch.org/memory_viz"))
     return [*lines, *(("note", one_line(note)) for note in profile.notes)]

@@ -119,7 +119,8 @@ def decide(
     harmful = {e.precision for e in ranking.exclusions(ledger.fidelity)}
     plans = fallback_plans(records, chosen_runs.candidate, harmful, is_splitting_allowed=ledger.is_accumulation_allowed)
     loss_scale = ledger.loss_scale(chosen_runs.candidate)
-    config = AmpConfig.of(chosen_runs.candidate, loss_scale=loss_scale, environment=chosen_environment, fallback=plans)
+    chosen = chosen_runs.candidate.with_workers_of(None if description is None else description.num_workers)
+    config = AmpConfig.of(chosen, loss_scale=loss_scale, environment=chosen_environment, fallback=plans)
     is_budget_spent = search is not None and search.is_budget_spent
     excluded = explain.excluded_candidates(ledger, is_budget_spent=is_budget_spent)
     why_uncalibrated = loss_scales.why_uncalibrated(ledger.scales, chosen_runs.candidate)

@@ -282,8 +282,10 @@ def _larger_batches_with_memory_freed(ledger: Ledger, leader: Setting) -> Iterat
 
 
 def _has_freed_memory(ledger: Ledger, argument: Argument, value: str) -> bool:
-    """Whether a trial with `value` took 3 % less memory than the same setting with today's value at least once."""
-    peaks = {setting: merit.peak_memory_bytes for setting, merit in ledger.measured_merits.items()}
+    """Whether a trial with `value`, which is not ruled out, took 3 % less memory than the same setting with today's
+    value at least once.
+    """
+    peaks = {setting: merit.peak_memory_bytes for setting, merit in ledger.merits.items()}
     pairs = [(setting, argument.write(setting, argument.default)) for setting in peaks]
     return any(
         peaks[setting] < (1 - MIN_GAIN) * peaks[plain]
@@ -402,7 +404,8 @@ def _is_without_effect(measured: Measurement, reference: Measurement, *, is_equa
         sorted(getattr(each, name) for each in (measured, reference))
         for name in ("samples_per_second", "peak_memory_bytes")
     )
-    are_losses_equal = measured.first_losses == reference.first_losses if measured.first_losses else is_equal
+    has_losses = bool(measured.first_losses or reference.first_losses)
+    are_losses_equal = measured.first_losses == reference.first_losses if has_losses else is_equal
     return are_losses_equal and all(high < (1 + MIN_GAIN) * low for low, high in (rates, peaks))
 
 
