@@ -100,8 +100,6 @@ def test_inputs_are_cast_up_anywhere_in_containers(wrap: Callable[[nn.Module], N
     assert kept[0] is half
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # newer torch has deprecated it
 def test_a_name_may_be_a_pattern() -> None:
     inner = nn.ModuleDict({"norm": nn.LayerNorm(4), "out": nn.Linear(4, 4)})
     model = nn.Sequential(inner, nn.LayerNorm(4))
@@ -113,6 +111,8 @@ def test_a_name_may_be_a_pattern() -> None:
             names_matching(model, ["0", absent])
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # newer torch has deprecated it
 def test_what_cannot_be_is_refused(x: Tensor) -> None:
     with pytest.raises(InvalidRequestError, match="TorchScript"):
         pin_fp32(torch.jit.script(nn.Linear(8, 8)), "cpu")
