@@ -27,7 +27,7 @@ from autotune_amp.processes.process_tree import MARK
 from autotune_amp.processes.standby import Standby
 from autotune_amp.trial.jobs import Trial
 
-pytestmark = pytest.mark.usefixtures("nothing_left_at_once")
+pytestmark = [pytest.mark.real_time, pytest.mark.usefixtures("nothing_left_at_once")]
 
 # Its import takes time and starts threads. What a batch does is said by
 # its size, and each process says how far it is by a file.
