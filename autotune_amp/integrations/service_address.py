@@ -9,6 +9,8 @@ from typing import Any
 
 from autotune_amp.core.errors import InvalidRequestError
 
+TOKEN_VARIABLE = "AUTOTUNE_AMP_TOKEN"  # noqa: S105 - the name of a variable
+
 
 def checked_address(server: str) -> str:
     """Return the address of a service without a slash at its end.
@@ -18,7 +20,7 @@ def checked_address(server: str) -> str:
     if re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#@]*)?", server) is None:
         raise InvalidRequestError(
             "The server is not an address that begins with http:// or https:// and holds no password.",
-            "Give the address that `autotune-amp serve` prints, and the token by AUTOTUNE_AMP_TOKEN.",
+            f"Give the address that `autotune-amp serve` prints, and the token by {TOKEN_VARIABLE}.",
         )
     return server.rstrip("/")
 
@@ -29,7 +31,7 @@ def request_headers(token: str | None) -> dict[str, str]:
 
     Raises `InvalidRequestError`, which does not show it, for a token that no header can hold.
     """
-    token = os.environ.get("AUTOTUNE_AMP_TOKEN", "") if token is None else token
+    token = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
     if re.fullmatch(r"[\x21-\x7e]*", token) is None:
         raise InvalidRequestError(
             "The token of the service holds a space, a line break or a letter beyond ASCII.",

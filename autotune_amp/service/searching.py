@@ -27,11 +27,12 @@ from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.text import in_python
 from autotune_amp.hardware import identify, nvml
+from autotune_amp.integrations.service_address import TOKEN_VARIABLE
 from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.service.jobs import WAITING, Queue, Search, UnknownError, search_id, study_name, target_digest
-from autotune_amp.service.settings import TOKEN_VARIABLE, Settings, Target
+from autotune_amp.service.settings import Settings, Target
 
 _TICK_SECONDS = 0.25
 _END_SECONDS = 60.0  # for a search to save its best after SIGTERM

@@ -28,9 +28,9 @@ import msgspec
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.documents import cause, read_file
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.integrations.service_address import TOKEN_VARIABLE
 from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
 
-TOKEN_VARIABLE = "AUTOTUNE_AMP_TOKEN"  # noqa: S105 - the name of a variable
 _MIN_TOKEN_CHARACTERS = 16
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
