@@ -101,6 +101,7 @@ def test_a_fallback_keeps_all_variants_but_compiling() -> None:
 
 
 def test_variants_are_set_up_with_the_allocator_first_and_compiled_last() -> None:
-    names = list(VARIANTS)
+    loader_arguments = ("pin_memory", "prefetch_factor")  # which change nothing of a training that is set up
+    names = [name for name in VARIANTS if name not in loader_arguments]
     assert (names[0], names[-1]) == ("allocator", "compile")
     assert names.index("weights") < names.index("memory_format") < names.index("optimizer_impl")

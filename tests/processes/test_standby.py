@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -170,12 +170,12 @@ def number_of(process: Process) -> int:
     return int(eventually(lambda: process.pid))
 
 
-def kill(number: int) -> None:
-    """Kill it, and wait for its end."""
-    os.kill(number, signal.SIGKILL)
-    with suppress(psutil.NoSuchProcess):
-        eventually(lambda: psutil.Process(number).status() == psutil.STATUS_ZOMBIE)
-    time.sleep(0.1)  # until its pipe is closed
+def kill(process: Process) -> None:
+    """Kill it, and wait until all that it has sent is read, by which its end is known."""
+    os.kill(number_of(process), signal.SIGKILL)
+    reader = process._threads[0]
+    reader.join(60)
+    assert not reader.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -185,9 +185,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Search]:
         yield search
 
 
-def running(search: Search) -> int:
+def process_of(search: Search) -> Process:
+    """The process that runs jobs."""
     assert search.backend._process is not None
-    return number_of(search.backend._process)
+    return search.backend._process
+
+
+def running(search: Search) -> int:
+    return number_of(process_of(search))
 
 
 @pytest.mark.skipif(not can_fork(), reason="nothing is forked here")
@@ -201,7 +206,7 @@ def test_what_cannot_be_forked_runs_jobs_itself_and_another_takes_over_loaded(tm
         assert running(search) == first, "the process that loaded is not started anew"
         assert search.measured() == 0.0, "it has run a job before"
         second = search.standing_by()
-        kill(first)
+        kill(process_of(search))
         start_seconds = search.measured()
         assert running(search) == second
         assert start_seconds > 0.0, "it has not"
@@ -214,7 +219,7 @@ def test_the_one_that_stands_by_trains_as_the_first_did(shared: Search) -> None:
     shared.measured()
     shared.standing_by()
     shared.listener.text = ""
-    kill(running(shared))
+    kill(process_of(shared))
     for _ in range(3):
         shared.measured(num_warmup_steps=(3, 3))
     lines = shared.listener.text.splitlines()
@@ -237,14 +242,14 @@ def test_a_process_that_is_killed_costs_its_own_job(shared: Search, moment: str)
         shared.standby.close()
     else:
         shared.standing_by()
-    kill(running(shared))
+    kill(process_of(shared))
     if moment != "idle":  # a process that has taken no step yet
         sizes = {"in the first step": 5, "measuring": 6}
         with shared.slow_to_build() if moment == "building" else nullcontext():
             handle = shared.backend.submit(shared.trial(sizes.get(moment, 4)))
             number = running(shared)
             eventually((shared.folder / f"{'building' if moment == 'building' else 'hanging'}.{number}").exists)
-            kill(number)
+            kill(process_of(shared))
             found = handle.result()
         assert isinstance(found, Failure)
         assert found.kind == "crash"
@@ -256,12 +261,13 @@ def test_a_process_that_is_killed_costs_its_own_job(shared: Search, moment: str)
 def test_one_that_stands_by_and_is_killed_costs_nothing_but_its_start(tmp_path: Path, moment: str) -> None:
     with Search(tmp_path, 1.0) as search:
         search.measured()
-        number = number_of(search.standby.processes[0])
+        beside = search.standby.processes[0]
+        number = number_of(beside)
         if moment == "waiting":
             search.standing_by()
         else:
             eventually((tmp_path / f"loading.{number}").exists)
-        kill(running(search))
+        kill(process_of(search))
         if moment == "as it is needed":  # it is taken while it loads, and does not come to an end
             os.kill(number, signal.SIGSTOP)
             handle_at = time.monotonic()
@@ -269,7 +275,7 @@ def test_one_that_stands_by_and_is_killed_costs_nothing_but_its_start(tmp_path: 
             search.measured()
             assert time.monotonic() - handle_at >= 1.0
         else:
-            kill(number)
+            kill(beside)
             search.measured()
         assert running(search) != number
         assert search.measured() == 0.0
@@ -281,7 +287,7 @@ def test_one_that_takes_too_long_to_load_is_waited_for_no_longer_than_the_job_ma
         with search.slow_to_build():
             search.measured()
             eventually((tmp_path / f"building.{number_of(search.standby.processes[0])}").exists)
-            kill(running(search))
+            kill(process_of(search))
             found = search.backend.submit(search.trial(loading_seconds=1.0)).result()
             assert isinstance(found, Failure)
             assert (found.kind, found.is_loading) == ("timeout", True)
@@ -345,7 +351,7 @@ def test_what_stands_by_stands_still_while_steps_are_timed(tmp_path: Path) -> No
         threading.Thread(target=handle.result).start()
         eventually((tmp_path / f"hanging.{running(search)}").exists)
         eventually(lambda: beside.status() == psutil.STATUS_STOPPED)
-        kill(running(search))
+        kill(process_of(search))
         eventually(lambda: beside.status() != psutil.STATUS_STOPPED)
         eventually(lambda: search.backend._process is None)
         search.measured()
