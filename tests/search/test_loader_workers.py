@@ -252,7 +252,8 @@ def test_pinned_memory_and_prefetched_batches_are_tried_where_they_may_gain(
     config = AmpConfig.of(shortlist.winner.with_workers_of(2))
     assert config.loader_options == {"batch_size": config.batch_size, **expected}
     if config.loader_arguments:
-        torch.utils.data.DataLoader(range(8), **config.loader_options)
+        options: Any = config.loader_options
+        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8)), **options)
     assert not config.active_variants, "prepare() leaves them to the loader"
     assert export(ExportSource(config, "cpu"), "torch").text.count("pin_memory=True") == ("pin_memory" in expected)
     arguments = {f"dataloader_{name}": value for name, value in expected.items()}
