@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from autotune_amp.command import measure
-from autotune_amp.command.command import Command
+from autotune_amp.command.command import Command, RunRequest
 from autotune_amp.command.frozen_pair import FrozenPair, PairingProblem, pair_steps
 from autotune_amp.command.known_arguments import suggested_arguments, with_placeholders
 from autotune_amp.command.messages import Diagnosed, Gradient, Refused
@@ -103,6 +103,11 @@ class CommandBackend(WorkloadBackend):
         return frozenset({"fidelity"})
 
     @property
+    def num_together(self) -> int:
+        """Return how many runs can load at the same time, 1 before today's run; see `LoadingBackend`."""
+        return self._command.num_together
+
+    @property
     def slots(self) -> Sequence[Slot]:
         """Return the slots of the local backend; see `Backend`."""
         return self._local.slots
@@ -135,6 +140,14 @@ class CommandBackend(WorkloadBackend):
         if job.command_work is not None:
             return CompletedHandle(self._diagnose(job))
         return self._local.submit(job)
+
+    def load_together(self, jobs: Sequence[Trial]) -> None:
+        """Start the runs of these trials, which wait to train until they are submitted; see `LoadingBackend`.
+
+        A trial whose run was made by `_describe` is left out.
+        """
+        requests = [self._request_of(trial) for trial in jobs if self._reusable_run(trial) is None]
+        self._command.load_together(requests, self._watcher)
 
     def share_build(self, job: Job[Any], deadline_seconds: float) -> str | None:  # noqa: ARG002 - Backend's signature
         """Return the reason why no build is shared; see `Backend`."""
@@ -255,9 +268,8 @@ class CommandBackend(WorkloadBackend):
                 self._require_time(job, events, run_began, began)
             return measure.is_enough(events, as_trial, run_began)
 
-        completed = self._command.run(
-            setting, deadlines, is_enough, Watcher(), environment=self._environment, counts_flops=began is not None
-        )
+        request = RunRequest.of(setting, environment=self._environment, counts_flops=began is not None)
+        completed = self._command.run(request, deadlines, is_enough, Watcher())
         if isinstance(completed.verdict, Failure) and completed.events.first(Refused) is not None:
             raise _stopped_error(completed.verdict)
         slowest, num_steps = measure.slowest_rank(completed.events), completed.events.num_steps
@@ -433,7 +445,8 @@ class CommandBackend(WorkloadBackend):
         )
 
     def _measure(self, trial: Trial) -> Measurement | Failure:
-        completed = self._pop_reusable_run(trial) or self._run(trial)
+        completed = self._reusable_run(trial) or self._run(trial)
+        self._reusable_runs.pop(trial.candidate, None)
         slowest = measure.slowest_rank(completed.events)
         is_paused = (
             isinstance(completed.verdict, Failure)
@@ -446,9 +459,9 @@ class CommandBackend(WorkloadBackend):
         problem = None if slowest is None else self._deviation(trial.candidate, slowest[0])
         return measured if problem is None else problem
 
-    def _pop_reusable_run(self, trial: Trial) -> CompletedRun | None:
-        """Remove and return the earlier run of the trial's setting, if the trial would only repeat it; else None."""
-        line, completed = self._reusable_runs.pop(trial.candidate, (None, None))
+    def _reusable_run(self, trial: Trial) -> CompletedRun | None:
+        """Return the earlier run of the trial's setting, if the trial would only repeat it; else None."""
+        line, completed = self._reusable_runs.get(trial.candidate, (None, None))
         if (
             completed is None
             or trial.environment
@@ -465,14 +478,16 @@ class CommandBackend(WorkloadBackend):
         if deadlines.step_seconds is not None:
             deadlines = replace(deadlines, step_seconds=max(PAUSE_SECONDS, deadlines.step_seconds))
         return self._command.run(
-            trial.candidate,
+            self._request_of(trial),
             deadlines,
             lambda events: measure.is_enough(events, trial, began),
             self._watcher,
-            seed=trial.seed,
-            environment={**(self._environment or {}), **trial.environment},
-            memory_limit_bytes=trial.memory_limit_bytes if trial.device == "cpu" else None,
+            trial.memory_limit_bytes if trial.device == "cpu" else None,
         )
+
+    def _request_of(self, trial: Trial) -> RunRequest:
+        environment = {**(self._environment or {}), **trial.environment}
+        return RunRequest.of(trial.candidate, seed=trial.seed, environment=environment, round=trial.round)
 
     def _check(self, check: Check) -> Fidelity | Failure:
         """Judge the fidelity of a precision and arguments by gradients of two runs, with them and in fp32 with today's
@@ -490,28 +505,33 @@ class CommandBackend(WorkloadBackend):
                 f"there is no fp32 run to compare it with: {reason}", "Make the command run in fp32 too."
             )
         with temporary_folder() as folder:
+            requests = []
             for name, precision in (("low", check.candidate.precision), ("reference", "fp32")):
-                seconds_left = (
-                    None if check.deadline_seconds is None else check.deadline_seconds - (time.monotonic() - began)
-                )
-                output = folder / name
-                output.mkdir()
-                arguments = check.candidate.arguments if name == "low" else ()
-                completed = self._command.run(
-                    replace(today, precision=precision, arguments=arguments),
-                    Deadlines(whole_seconds=seconds_left),
-                    # A GradScaler may skip its first steps, which give no gradients.
-                    lambda events: max(events.num_frozen_steps, events.num_steps - MAX_SKIPS) >= NUM_FROZEN_STEPS,
-                    Watcher(),
+                (folder / name).mkdir()
+                request = RunRequest.of(
+                    replace(today, precision=precision, arguments=check.candidate.arguments if name == "low" else ()),
                     seed=check.seed,
                     environment=self._environment,
-                    output=output,
+                    output=folder / name,
                     frozen={
                         "num_steps": NUM_FROZEN_STEPS,
                         "max_entries": MAX_FROZEN_ENTRIES,
                         "in_fp32": name == "reference",
                         "precision": check.candidate.precision,
                     },
+                )
+                requests.append(request)
+            self._command.load_together(requests, self._watcher)
+            for request in requests:
+                seconds_left = (
+                    None if check.deadline_seconds is None else check.deadline_seconds - (time.monotonic() - began)
+                )
+                completed = self._command.run(
+                    request,
+                    Deadlines(whole_seconds=seconds_left),
+                    # A GradScaler may skip its first steps, which give no gradients.
+                    lambda events: max(events.num_frozen_steps, events.num_steps - MAX_SKIPS) >= NUM_FROZEN_STEPS,
+                    Watcher(),
                 )
                 if isinstance(completed.verdict, Failure):
                     return check.unchecked(completed.verdict)
@@ -550,18 +570,19 @@ class CommandBackend(WorkloadBackend):
         trial: Trial | None = getattr(job, "trial", None)
         today: dict[str, Any] = {"precision": "fp32", "batch_size": 2, **self._command.line.today_values}
         setting = Setting(**{**today, "batch_size": getattr(job, "batch_size", None) or today["batch_size"]})
+        diagnosis = {
+            "kind": job.kind(),
+            "fields": msgspec.to_builtins(job),
+            "num_warmup_steps": 1 if trial is None else NUM_WARMUP_STEPS,
+        }
         completed = self._command.run(
-            setting if trial is None else trial.candidate,
+            RunRequest.of(
+                setting if trial is None else trial.candidate, environment=self._environment, diagnosis=diagnosis
+            ),
             job.deadlines,
             lambda events: events.first(Diagnosed) is not None,
             Watcher(),
-            environment=self._environment,
-            memory_limit_bytes=None if trial is None or job.device != "cpu" else trial.memory_limit_bytes,
-            diagnosis={
-                "kind": job.kind(),
-                "fields": msgspec.to_builtins(job),
-                "num_warmup_steps": 1 if trial is None else NUM_WARMUP_STEPS,
-            },
+            None if trial is None or job.device != "cpu" else trial.memory_limit_bytes,
         )
         diagnosed = completed.events.first(Diagnosed)
         if isinstance(completed.verdict, Failure):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from autotune_amp.command.leftovers import FOLDER, leftover_notes, load_kept
 from autotune_amp.command.messages import Error
 from autotune_amp.command.ranks import RunEvents
-from autotune_amp.command.running import TRIAL_DIR, CompletedRun, run
+from autotune_amp.command.running import TRIAL_DIR, CommandRun, CompletedRun
+from autotune_amp.command.together import RunsTogether
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.errors import RunnerError
 from autotune_amp.core.job import Deadlines
+from autotune_amp.core.outcome import Failure
 from autotune_amp.core.setting import Setting
 from autotune_amp.distributed import free_port
 from autotune_amp.processes.local import TRIAL_ENVIRONMENT
@@ -21,6 +26,37 @@ from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.program import new_folder
 
 KEPT_LIST = "made.json"  # file of a study with the data that runs have created and that stay
+
+
+class RunRequest(NamedTuple):
+    """Request for a run, which can be a key.
+
+    Values of `setting` fill the command's placeholders; those without a placeholder that differ from today's are set by
+    the agent. `environment` is added to the caller's. Runs of the same setting differ in their `round`. The agent
+    writes its files to the folder `output`, if given; `agent` is a JSON object with its further settings.
+    """
+
+    setting: Setting
+    seed: int = 0
+    environment: tuple[tuple[str, str], ...] = ()
+    round: int | None = None
+    output: Path | None = None
+    agent: str = "{}"
+
+    @classmethod
+    def of(
+        cls,
+        setting: Setting,
+        *,
+        seed: int = 0,
+        environment: Mapping[str, str] | None = None,
+        round: int | None = None,  # noqa: A002 - the field's name, as in `Trial`
+        output: Path | None = None,
+        **agent: Any,
+    ) -> RunRequest:
+        """Return the request with these variables and further settings of the agent."""
+        variables = tuple(sorted((environment or {}).items()))
+        return cls(setting, seed, variables, round, output, json.dumps(agent, sort_keys=True))
 
 
 class Command:
@@ -46,46 +82,85 @@ class Command:
         self.aside: Path | None = None
         self.opened: Callable[[Sequence[str]], object] = lambda _: None
         self._kept_list: Path | None = None
+        self._together = RunsTogether()
 
     def run(
         self,
-        setting: Setting,
+        request: RunRequest,
         deadlines: Deadlines,
         is_enough: Callable[[RunEvents], bool],
         watcher: Watcher,
-        *,
-        seed: int = 0,
-        environment: Mapping[str, str] | None = None,
         memory_limit_bytes: int | None = None,
-        output: Path | None = None,
-        **agent: Any,
     ) -> CompletedRun:
-        """Run the command once with `setting`: values fill its placeholders; those without a placeholder that differ
-        from today's are set by the agent. `agent` are further settings of the agent. Raises `RunnerError` if the agent
-        itself failed in the command's process.
+        """Run the command once. Raises `RunnerError` if the agent itself failed in the command's process.
+
+        A run that has been loaded by `load_together` goes on from there. One that fails while others are loaded beside
+        it runs once more alone, since they may be the cause. If they were, no runs load together from then on.
         """
+
+        def measured(started: CommandRun) -> CompletedRun:
+            with closing(started):
+                completed = started.measure(deadlines, is_enough, watcher, memory_limit_bytes)
+            self._learn(completed)
+            _raise_if_agent_failed(completed.events)
+            return completed
+
+        has_failed = request in self._together.unloaded
+        if has_failed:
+            self._together.close()
+        loaded = self._together.take(request)
+        is_alone = loaded is None and not len(self._together)
+        completed = measured(loaded or self._start(request))
+        if not is_alone and isinstance(completed.verdict, Failure) and completed.verdict.kind != "timeout":
+            has_failed = True
+            self._together.close()
+            completed = measured(self._start(request))
+        if has_failed and not isinstance(completed.verdict, Failure):
+            self._together.num_fitting = 1
+        elif is_alone:
+            self._together.observe(completed)
+        return completed
+
+    @property
+    def num_together(self) -> int:
+        """Return how many runs of the command can load at the same time, as far as its runs have shown."""
+        return self._together.num_fitting
+
+    def load_together(self, requests: Sequence[RunRequest], watcher: Watcher) -> None:
+        """Start the runs of the first requests, at most `num_together`, and wait until all have loaded.
+
+        Nothing is started if the first one has been loaded already, or if there is a single one to start. Runs that are
+        loaded and not among the requests are ended.
+        """
+        wanted = requests[: self.num_together]
+        if not wanted:
+            self._together.close()
+        elif len(wanted) > 1 and wanted[0] not in self._together:
+            self._together.load({each: partial(self._start, each, is_held=True) for each in wanted}, watcher)
+
+    def _start(self, request: RunRequest, *, is_held: bool = False) -> CommandRun:
+        setting, seed = request.setting, request.seed
         outside = {} if self.today is None else self.line.outside(setting, self.today)
         if "batch_size" in outside:
             outside["maker"] = self.maker
         folder = new_folder()
         trial_dir = str(folder / TRIAL_DIR)
         arguments, files = self.line.of_setting(setting, trial_dir, seed=seed, trial_dir=trial_dir, port=free_port())
-        completed = run(
+        return CommandRun(
             arguments,
-            environment={**os.environ, **TRIAL_ENVIRONMENT, **(environment or {})},
-            agent={"seed": seed, "outside": outside, "sample_dim": self.sample_dim, **agent},
+            environment={**os.environ, **TRIAL_ENVIRONMENT, **dict(request.environment)},
+            agent={"seed": seed, "outside": outside, "sample_dim": self.sample_dim, **json.loads(request.agent)},
             folder=folder,
             files=files,
             kept=self.kept,
-            deadlines=deadlines,
-            is_enough=is_enough,
-            watcher=watcher,
-            memory_limit_bytes=memory_limit_bytes,
-            output=output,
+            output=request.output,
             memory=self._kept_list,
             aside=self.aside,
+            is_held=is_held,
         )
-        _raise_if_agent_failed(completed.events)
+
+    def _learn(self, completed: CompletedRun) -> None:
+        """Keep what the run tells about the files that it created and read."""
         self.kept, self.stuck = completed.kept, (*self.stuck, *completed.stuck)
         self.opened(
             [
@@ -94,7 +169,6 @@ class Command:
                 if not {path, *map(str, Path(path).parents)}.intersection(completed.kept)
             ]
         )
-        return completed
 
     def leftovers(self) -> tuple[str, ...]:
         """Return sentences for the user on the files that runs created, and where they are now."""

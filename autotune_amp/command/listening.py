@@ -36,6 +36,7 @@ class Listener:
         self._wake_sender, self._wake_receiver = socket.socketpair()  # a byte sent to it ends the thread
         self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         self._connections: set[socket.socket] = set()  # changed by the thread alone
+        self._may_train = False
         self._thread = threading.Thread(target=self._listen, daemon=True, name="autotune-amp listener")
         self._thread.start()
 
@@ -45,8 +46,12 @@ class Listener:
         Processes that have ended are left out.
         """
         for connection in tuple(self._connections):
-            with contextlib.suppress(OSError):
-                connection.sendall(request.encode() + b"\n")
+            _send(connection, request)
+
+    def send_go(self) -> None:
+        """Let all processes that are held go on, and those that connect later."""
+        self._may_train = True
+        self.send_request("go")
 
     def close(self) -> None:
         """End the thread and close all connections."""
@@ -65,11 +70,19 @@ class Listener:
                 if key.fileobj is self._server:
                     connection, _ = self._server.accept()
                     self._connections.add(connection)
+                    if self._may_train:
+                        _send(connection, "go")
                     self._selector.register(connection, selectors.EVENT_READ, _Connection(connection))
                 elif not key.data.read(self.messages):
                     self._selector.unregister(key.fileobj)
                     self._connections.remove(key.data.connection)
                     key.data.connection.close()
+
+
+def _send(connection: socket.socket, request: str) -> None:
+    """Send a line of text to a process, unless it has ended."""
+    with contextlib.suppress(OSError):
+        connection.sendall(request.encode() + b"\n")
 
 
 def _decoding_error(pid: int, line: bytes, error: Exception) -> Error:

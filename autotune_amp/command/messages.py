@@ -102,6 +102,18 @@ class Site(AgentMessage, frozen=True, kw_only=True, tag="site"):
     dataset: int | None = None
 
 
+class Loaded(_OfRank, frozen=True, kw_only=True, tag="loaded"):
+    """Message that the first forward pass in training begins: all that comes before is done.
+
+    Bytes of its CUDA device's memory: `total_bytes` in all, `used_bytes` by all processes, and `reserved_bytes` by the
+    allocator of this one; 0 if it trains on another device.
+    """
+
+    total_bytes: int = 0
+    used_bytes: int = 0
+    reserved_bytes: int = 0
+
+
 class Step(AgentMessage, frozen=True, kw_only=True, tag="step"):
     """Message about an optimizer step.
 
@@ -257,6 +269,7 @@ Message: TypeAlias = (
     | Diagnosed
     | Set
     | Switch
+    | Loaded
     | Refused
     | Unstepped
     | Error

@@ -1,4 +1,8 @@
-"""Run a training command once: start it with the agent, observe it until the verdict, then kill all its processes."""
+"""Run of a training command: start it with the agent, observe it until the verdict, then kill all its processes.
+
+Several runs may be started together and be held before their first training step, so that their imports, models and
+data load at the same time; each trains alone once it is let go (`CommandRun.measure`).
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import psutil
+from msgspec.structs import replace
 
 from autotune_amp.command.advice import with_advice
 from autotune_amp.command.leftovers import CLEAR_UP, read_entries, save_kept, set_aside, write_kept
 from autotune_amp.command.listening import Listener
-from autotune_amp.command.messages import Hello, Refused
+from autotune_amp.command.messages import Hello, Loaded, Refused
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.startable import require_startable
 from autotune_amp.command.verdict import RunState, verdict
@@ -56,71 +61,121 @@ class CompletedRun(NamedTuple):
     opened: tuple[str, ...] = ()
 
 
-def run(
-    arguments: Sequence[str],
-    *,
-    environment: Mapping[str, str],
-    agent: Mapping[str, Any],
-    deadlines: Deadlines,
-    is_enough: Callable[[RunEvents], bool],
-    watcher: Watcher,
-    folder: Path | None = None,
-    files: Mapping[str, str] | None = None,
-    memory_limit_bytes: int | None = None,
-    output: Path | None = None,
-    kept: Sequence[str] = (),
-    memory: Path | None = None,
-    aside: Path | None = None,
-) -> CompletedRun:
-    """Start the command in the working directory, receive its messages until `verdict` returns a result, then kill all
-    its processes.
+class CommandRun:
+    """Run of a command that has been started in the working directory. End it with `close`.
 
     `folder` is for temporary files of the run (see `new_folder`), with an empty folder `TRIAL_DIR` and `files` (text by
     path) in it; it is removed at the end, also if this process is killed. `agent` are further settings of the agent
     (see `agent.arm`), which writes its files to the folder `output`, if given. The command must not change existing
     files except in `folder`, in the parent of `output`, and in the data that earlier runs have `kept`. Files that it
     creates elsewhere are moved to the folder `aside` at the end, also if the run is interrupted or killed. Data that
-    were complete at the first step stay; their paths are written to the file `memory`. Raises `WorkloadError` if the
-    command cannot be started.
+    were complete at the first step stay; their paths are written to the file `memory`. A run that `is_held` waits
+    before its first training step for `measure`. Raises `WorkloadError` if the command cannot be started.
     """
-    require_startable(arguments, environment.get("PATH"))
-    run_folder = folder or new_folder()
-    writable = [run_folder] if output is None else [run_folder, output.parent]
-    made_list = run_folder / "made"
-    settings = {
-        "folder": str(output or run_folder),
-        "socket": str(run_folder / "socket"),
-        "guard": {"free": list(map(str, writable)), "made": str(made_list), "opened": str(run_folder / "opened")},
-        **agent,
-    }
-    keeps_leftovers = memory is not None and aside is not None
-    clear_up_call = [*CLEAR_UP, str(made_list), str(aside), str(memory), time.time()] if keeps_leftovers else None
-    command = _RunningCommand(
-        arguments, environment, settings, run_folder, watcher, folders=writable[1:], when_orphaned=clear_up_call
-    )
-    try:
-        write_kept(made_list, kept)
-        (run_folder / TRIAL_DIR).mkdir()
-        for path, text in (files or {}).items():
-            Path(path).write_text(text)
-        command.start()
-        try:
-            completed = command.wait_for_verdict(deadlines, is_enough, memory_limit_bytes)
-        finally:
-            try:
-                command.end()
-            finally:  # also after a second Ctrl-C
-                kept, stuck = set_aside(made_list, aside, command.first_step_time)
-                if memory is not None:
-                    save_kept(memory, kept)
-        return completed._replace(
-            kept=kept, stuck=stuck, opened=tuple(dict.fromkeys(read_entries(run_folder / "opened")))
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        agent: Mapping[str, Any],
+        folder: Path | None = None,
+        files: Mapping[str, str] | None = None,
+        output: Path | None = None,
+        kept: Sequence[str] = (),
+        memory: Path | None = None,
+        aside: Path | None = None,
+        is_held: bool = False,
+    ) -> None:
+        require_startable(arguments, environment.get("PATH"))
+        self._folder = folder or new_folder()
+        self._made_list = self._folder / "made"
+        self._aside, self._memory = aside, memory
+        self._is_held = is_held
+        self._is_running = False
+        self.kept: tuple[str, ...] = ()
+        self._stuck: tuple[str, ...] = ()
+        writable = [self._folder] if output is None else [self._folder, output.parent]
+        guarded = {"free": list(map(str, writable)), "made": str(self._made_list), "opened": str(self._opened_list)}
+        settings = {"folder": str(output or self._folder), "guard": guarded, "is_held": is_held, **agent}
+        keeps_leftovers = memory is not None and aside is not None
+        clear_up = [*CLEAR_UP, str(self._made_list), str(aside), str(memory), time.time()] if keeps_leftovers else None
+        self._processes = _CommandProcesses(
+            arguments, environment, settings, self._folder, folders=writable[1:], when_orphaned=clear_up
         )
-    finally:
-        command.close()
+        try:
+            write_kept(self._made_list, kept)
+            (self._folder / TRIAL_DIR).mkdir()
+            for path, text in (files or {}).items():
+                Path(path).write_text(text)
+            self._processes.start()
+            self._is_running = True
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def _opened_list(self) -> Path:
+        return self._folder / "opened"
+
+    def loading_outcome(self) -> Literal["loaded"] | Failure | None:
+        """Return whether the held run has loaded, or why it has failed; None while it is loading."""
+        return self._processes.loading_outcome()
+
+    def measure(
+        self,
+        deadlines: Deadlines,
+        is_enough: Callable[[RunEvents], bool],
+        watcher: Watcher,
+        memory_limit_bytes: int | None = None,
+    ) -> CompletedRun:
+        """Let the run train, receive its messages until `verdict` returns a result, then kill all its processes.
+
+        Of a run that was held, the deadlines count from now.
+        """
+        if self._is_held:
+            deadlines = _plus(deadlines, self._processes.go())
+        try:
+            completed = self._processes.wait_for_verdict(deadlines, is_enough, watcher, memory_limit_bytes)
+        finally:
+            watcher.ending()
+            self._end()
+        opened = tuple(dict.fromkeys(read_entries(self._opened_list)))
+        return completed._replace(kept=self.kept, stuck=self._stuck, opened=opened)
+
+    def close(self) -> None:
+        """Kill all processes of the run, and remove its folder."""
+        try:
+            if self._is_running:
+                self._end()
+        finally:
+            self._processes.close()
+
+    def _end(self) -> None:
+        self._is_running = False
+        try:
+            self._processes.end()
+        finally:  # also after a second Ctrl-C
+            self.kept, self._stuck = set_aside(self._made_list, self._aside, self._processes.first_step_time)
+            if self._memory is not None:
+                save_kept(self._memory, self.kept)
 
 
-class _RunningCommand:
+def run(
+    arguments: Sequence[str],
+    *,
+    deadlines: Deadlines,
+    is_enough: Callable[[RunEvents], bool],
+    watcher: Watcher,
+    memory_limit_bytes: int | None = None,
+    **how: Any,
+) -> CompletedRun:
+    """Start the command, as `CommandRun` does with the arguments in `how`, and measure it at once."""
+    with contextlib.closing(CommandRun(arguments, **how)) as started:
+        return started.measure(deadlines, is_enough, watcher, memory_limit_bytes)
+
+
+class _CommandProcesses:
     """Processes of one run, with the threads that receive their messages and output."""
 
     def __init__(
@@ -129,13 +184,11 @@ class _RunningCommand:
         environment: Mapping[str, str],
         agent: Mapping[str, Any],
         folder: Path,
-        watcher: Watcher,
         **when_killed: Any,
     ) -> None:
-        self._watcher = watcher
         self._events = RunEvents()
         self._latest_output: deque[str] = deque(maxlen=_NUM_OUTPUT_CHUNKS)
-        self._socket = agent["socket"]
+        self._socket = str(folder / "socket")
         self._memory_bytes, self._resident_bytes_at_check, self._memory_check_time = 0, 0, 0.0
         self._unobserved_seconds = 0.0
         self._num_kills_before = num_oom_kills()
@@ -145,7 +198,7 @@ class _RunningCommand:
             {
                 **environment,
                 "PYTHONPATH": path,
-                "AUTOTUNE_AMP_AGENT": json.dumps(agent),
+                "AUTOTUNE_AMP_AGENT": json.dumps({**agent, "socket": self._socket}),
                 "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # these trackers cannot be turned off
                 "TRACKIO_DIR": f"{folder}/trackio",
             },
@@ -164,8 +217,34 @@ class _RunningCommand:
         self._reader = threading.Thread(target=self._read_output, daemon=True, name="autotune-amp output")
         self._reader.start()
 
+    def loading_outcome(self) -> Literal["loaded"] | Failure | None:
+        """See `CommandRun.loading_outcome`."""
+        self._receive_messages(0.0)
+        state = self._read_state(time.monotonic(), None)
+        found = verdict(self._events, state, Deadlines(), is_enough=False, memory_limit_bytes=None)
+        if isinstance(found, Failure):
+            return found
+        return "loaded" if self._events.first(Loaded) is not None else None
+
+    def go(self) -> float:
+        """Let the held processes train, and return the seconds in which they had loaded.
+
+        From now on the run counts as begun that long ago: the time in which it was held is left out.
+        """
+        loaded = self._events.first(Loaded)
+        assert loaded is not None
+        loading_seconds = loaded.time - self._began
+        self._began = time.monotonic() - loading_seconds
+        self._num_kills_before = num_oom_kills()
+        self._listener.send_go()
+        return loading_seconds
+
     def wait_for_verdict(
-        self, deadlines: Deadlines, is_enough: Callable[[RunEvents], bool], memory_limit_bytes: int | None
+        self,
+        deadlines: Deadlines,
+        is_enough: Callable[[RunEvents], bool],
+        watcher: Watcher,
+        memory_limit_bytes: int | None,
     ) -> CompletedRun:
         """Wait until `verdict` returns a result; return the completed run.
 
@@ -173,7 +252,12 @@ class _RunningCommand:
         """
         has_requested_stacks, grace = False, RankGrace()
         while True:
-            self._receive_messages()
+            num_before = self._events.num_steps
+            heed()
+            watcher.tick()
+            self._receive_messages(TICK_SECONDS)
+            if self._events.num_steps > num_before:
+                watcher.step(self._events.num_steps, self._events.step_seconds or 0.0)
             now = time.monotonic()
             state = self._read_state(now, memory_limit_bytes)
             result = verdict(
@@ -197,19 +281,12 @@ class _RunningCommand:
         steps = [rank.steps[0].time for rank in self._events.ranks.values() if rank.steps]
         return time.time() - (time.monotonic() - min(steps, default=self._began))
 
-    def _receive_messages(self) -> None:
-        """Wait at most `TICK_SECONDS` for a message, and add all that have arrived. Raises KeyboardInterrupt after
-        Ctrl-C.
-        """
-        num_before = self._events.num_steps
-        heed()
-        self._watcher.tick()
+    def _receive_messages(self, seconds: float) -> None:
+        """Wait at most `seconds` for a message, and add all that have arrived."""
         with contextlib.suppress(queue.Empty):
-            self._events.add(self._listener.messages.get(timeout=TICK_SECONDS))
+            self._events.add(self._listener.messages.get(timeout=seconds))
             while True:
                 self._events.add(self._listener.messages.get_nowait())
-        if self._events.num_steps > num_before:
-            self._watcher.step(self._events.num_steps, self._events.step_seconds or 0.0)
 
     def _read_state(self, now: float, memory_limit_bytes: int | None) -> RunState:
         if now - self._memory_check_time > _MEMORY_SECONDS:
@@ -242,7 +319,6 @@ class _RunningCommand:
 
     def end(self) -> None:
         """Kill the command and all processes that it started, and stop receiving messages and output."""
-        self._watcher.ending()
         self._program.end()
         self._listener.close()
         self._reader.join(KILL_SECONDS)
@@ -257,6 +333,16 @@ class _RunningCommand:
         assert self._program.popen.stdout is not None
         while chunk := os.read(self._program.popen.stdout.fileno(), 1 << 16):
             self._latest_output.append(chunk.decode(errors="replace"))
+
+
+def _plus(deadlines: Deadlines, seconds: float) -> Deadlines:
+    """Return the deadlines with those that count from the start of a run later by `seconds`."""
+    whole, first = deadlines.whole_seconds, deadlines.first_step_seconds
+    return replace(
+        deadlines,
+        whole_seconds=None if whole is None else whole + seconds,
+        first_step_seconds=None if first is None else first + seconds,
+    )
 
 
 def _total(processes: Sequence[psutil.Process], bytes_of: Callable[[psutil.Process], int]) -> int:

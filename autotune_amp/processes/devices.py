@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.hardware import identify, nvml
-from autotune_amp.processes.local import Backend, Handle, Isolation, Slot, WorkloadBackend
+from autotune_amp.processes.local import Backend, Handle, Isolation, LoadingBackend, Slot, WorkloadBackend
 from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.ranks import RankedBackend
 from autotune_amp.processes.slots import WorkloadSlots
@@ -146,6 +146,18 @@ class ConfirmationBackend:
             self._current = self._make(job.environment)
             self._round = job.round
         return self._current.submit(replace(job, is_alone=not self._are_shared))
+
+    @property
+    def num_together(self) -> int:
+        """Return how many processes can load at the same time; see `LoadingBackend`."""
+        return self._current.num_together if isinstance(self._current, LoadingBackend) else 1
+
+    def load_together(self, jobs: Sequence[Trial]) -> None:
+        """Load the processes of these trials at the same time, if the backend can; see `LoadingBackend`."""
+        if self._current is None:
+            self._current = self._make({})
+        if isinstance(self._current, LoadingBackend):
+            self._current.load_together(jobs)
 
     def wait(self, handles: Sequence[Handle[Any]]) -> Handle[Any]:
         """Return the only running job, at once: its `result` waits for the end."""

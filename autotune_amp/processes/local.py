@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import msgspec
 from msgspec.structs import replace
@@ -151,6 +151,21 @@ class Backend(Protocol):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.close()
+
+
+@runtime_checkable
+class LoadingBackend(Protocol):
+    """Interface of a backend that can load the fresh processes of several trials at the same time."""
+
+    @property
+    def num_together(self) -> int:
+        """Return how many processes can load at the same time, 1 if each has to load alone."""
+
+    def load_together(self, jobs: Sequence[Trial]) -> None:
+        """Load the processes of these trials, which are expected to be submitted in this order.
+
+        Processes that were loaded before for other trials are ended.
+        """
 
 
 class WorkloadBackend(Backend, Protocol):

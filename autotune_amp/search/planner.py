@@ -114,7 +114,8 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
     `max_trials` limits the whole search, None for no limit. `similar_best` is the best setting of an earlier search for
     the same code with other options, or None. `are_trials_fresh`: each trial starts a process of its own, since the
     workload is a training command; so it counts as one of the runs that confirm the winner against the baseline in
-    rounds. `loads_together`: the processes for these rounds are started together and load at the same time.
+    rounds. `loads_together`: the processes for these rounds are started together and load at the same time. So many
+    fresh trials, `num_together`, are started together.
     """
 
     hardware: Hardware
@@ -128,6 +129,7 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
     similar_best: Setting | None = None
     are_trials_fresh: bool = False
     loads_together: bool = False
+    num_together: int = 1
 
     @property
     def setup_seconds(self) -> float:
@@ -148,6 +150,13 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
         only a new process could get.
         """
         return self.hardware.device != "cpu" and not self.are_trials_fresh
+
+    def num_starts(self, num_runs: int) -> float:
+        """Return the number of process starts that runs of one confirmation round take.
+
+        It is a fraction if more processes load together than the round has runs.
+        """
+        return min(1, num_runs) if self.shares_processes else num_runs / self.num_together
 
     @property
     def num_cpus(self) -> int:
@@ -278,7 +287,7 @@ class Planner:
         measuring = min(MAX_CONFIRM_STEPS * outcome.step_seconds, CONFIRM_SECONDS + outcome.step_seconds)
         return warm_up + measuring
 
-    def runs_seconds(self, ledger: Ledger, settings: Sequence[Setting], num_starts: int) -> float:
+    def runs_seconds(self, ledger: Ledger, settings: Sequence[Setting], num_starts: float) -> float:
         """Return the seconds of confirmation runs of these settings, including `num_starts` process starts."""
         running = sum(self.run_seconds(ledger, setting) for setting in settings)
         return SAFETY * (num_starts * self.start_seconds(ledger) + running)
@@ -292,8 +301,8 @@ class Planner:
         if not isinstance(baseline_outcome, Measurement):
             return self.job_defaults.setup_seconds
         passes = NUM_CHECK_PASSES * ledger.space.check_batch_size / baseline_outcome.samples_per_second
-        num_processes = 2 if self.job_defaults.are_trials_fresh else 1  # one in each precision
-        return num_processes * self.setup_seconds(ledger) + passes
+        num_starts = 2 if self.job_defaults.are_trials_fresh and self.job_defaults.num_together == 1 else 1
+        return num_starts * self.setup_seconds(ledger) + passes
 
     def compile_seconds(self, ledger: Ledger) -> float:
         """Return the seconds of a compilation: the longest so far, else a multiple of a process start."""
@@ -354,7 +363,9 @@ class Planner:
             num_missing = max(0, num_rounds - num_done)
             runs += [setting] * num_missing
             num_starts = max(num_starts, num_missing) if job_defaults.shares_processes else len(runs)
-        return self.runs_seconds(ledger.actual, runs, min(1, num_starts) if job_defaults.loads_together else num_starts)
+        if job_defaults.loads_together:
+            num_starts = min(1, num_starts)
+        return self.runs_seconds(ledger.actual, runs, math.ceil(num_starts / job_defaults.num_together))
 
     def forecast(self, ledger: Ledger, *, may_fork: bool) -> str:
         """Return sentences that predict the time of a process start, of comparing precisions, and of confirming, and
@@ -365,10 +376,13 @@ class Planner:
         job_defaults, space = self.job_defaults, ledger.space
         start = job_defaults.start_seconds
         precisions = {c.precision for c in (*space.candidates, space.baseline)}
-        per_trial = start if job_defaults.are_trials_fresh else job_defaults.setup_seconds if may_fork else 0.0
-        comparing = len(precisions) * (per_trial + FORESEEN_SECONDS)
+        num_together = job_defaults.num_together
+        num_starts = math.ceil(len(precisions) / num_together)
+        starting = num_starts * start if job_defaults.are_trials_fresh else 0.0
+        building = len(precisions) * job_defaults.setup_seconds if may_fork and not starting else 0.0
+        comparing = starting + building + len(precisions) * FORESEEN_SECONDS
         num_starts = 1 if job_defaults.loads_together else MIN_ROUNDS * (1 if job_defaults.shares_processes else 2)
-        confirming = num_starts * start + MIN_ROUNDS * 2 * (CONFIRM_SECONDS + 1)
+        confirming = math.ceil(num_starts / num_together) * start + MIN_ROUNDS * 2 * (CONFIRM_SECONDS + 1)
         forecast = (
             f"A process takes {duration(start)} to start here. Comparing {count(len(precisions), 'precision')} at "
             f"batch {space.baseline.batch_size}: about {duration(comparing)}; then batch sizes and other settings, as "
@@ -379,9 +393,11 @@ class Planner:
         num_values = sum(map(len, space.variants.values()))
         num_checking = 2 * _has_checks(space)  # in each precision
         num_starts = len(precisions) + num_values + num_checking + 2 * (MIN_ROUNDS - 1)  # a trial counts as a round
+        seconds = num_starts * (start / num_together + FORESEEN_SECONDS)
+        at_a_time = "" if num_together == 1 else f", of which up to {num_together} load at the same time"
         return (
-            f"{forecast} That is {count(num_starts, 'start')} of the command, about "
-            f"{duration(num_starts * (start + FORESEEN_SECONDS))}, and one for each other batch size."
+            f"{forecast} That is {count(num_starts, 'start')} of the command{at_a_time}, about {duration(seconds)}, and "
+            "one for each other batch size."
         )
 
     # -- shares of the time --------------------------------------------------------------------------------------------

@@ -11,11 +11,12 @@ from msgspec.structs import replace
 from autotune_amp.core.outcome import Failure, Purpose, Record, after_steps
 from autotune_amp.dimensions import NUMERIC
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.processes.local import Handle, Slot, SlotLostError
+from autotune_amp.processes.local import Handle, LoadingBackend, Slot, SlotLostError
 from autotune_amp.processes.process import Watcher
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Budget, Planner
 from autotune_amp.search.progress import Progress
+from autotune_amp.search.stages.foreseen import foreseen_trials
 from autotune_amp.search.stages.pending import ledger_with_predicted
 from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
@@ -157,8 +158,8 @@ class Runner:
         busy_slots = [running.slot.name for running in self._running]
         return [slot for slot in self.slots if slot.name not in busy_slots]
 
-    def start(self, job: Trial | Check | ProfileJob, slot: Slot) -> None:
-        """Start a job on a free slot."""
+    def start(self, job: Trial | Check | ProfileJob, slot: Slot, foreseen: Sequence[Trial] = ()) -> None:
+        """Start a job on a free slot. The processes of the `foreseen` trials that follow it load at the same time."""
         watcher = self._watchers.for_slot(slot)
         meter = watcher.meter if isinstance(job, Trial) else None
         if watcher.slot is None:  # phases overlap on several slots
@@ -167,6 +168,8 @@ class Runner:
         number = 1 + max(numbers, default=0)
         watcher.progress.trial_started(number, job.candidate, _purpose(job), watcher.slot)
         started = self.planner.budget.elapsed()
+        if foreseen:
+            self._load_together([job, *foreseen])
         left_seconds = max(0.0, self.planner.budget.left())
         handle = self._backend.submit(replace(job, loading_seconds=left_seconds), slot)
         if meter is not None:  # the slot's previous process has ended by now
@@ -213,6 +216,14 @@ class Runner:
         watcher.progress.trial_ended(record, self.ledger.best)
         return record
 
+    def end_loaded(self) -> None:
+        """End the processes of trials that were foreseen and have not run."""
+        self._load_together([])
+
+    def _load_together(self, jobs: Sequence[Any]) -> None:
+        if self.planner.job_defaults.num_together > 1 and isinstance(self._backend, LoadingBackend):
+            self._backend.load_together(jobs)
+
 
 def run_stages(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
     """Run the jobs of the stages in order, and yield every record once it is in the ledger.
@@ -221,18 +232,23 @@ def run_stages(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
     run, the next stage is asked; it is finished once it has no job while nothing runs.
     """
     stages_left = list(stages)
-    while stages_left or runner.pending:
-        while (
-            runner.free_slots
-            and (job := runner.lost.pop(0) if runner.lost else _next_job(stages_left, runner)) is not None
-        ):
-            runner.start(job, runner.free_slots[0])
-        if runner.pending:
-            record = runner.finish()
-            if record is not None:
-                yield record
-        else:
-            del stages_left[:1]
+    try:
+        while stages_left or runner.pending:
+            while (
+                runner.free_slots
+                and (job := runner.lost.pop(0) if runner.lost else _next_job(stages_left, runner)) is not None
+            ):
+                runner.start(
+                    job, runner.free_slots[0], foreseen_trials(stages_left, runner.ledger, runner.planner, job)
+                )
+            if runner.pending:
+                record = runner.finish()
+                if record is not None:
+                    yield record
+            else:
+                del stages_left[:1]
+    finally:
+        runner.end_loaded()
 
 
 def _next_job(stages: Sequence[Stage], runner: Runner) -> Trial | Check | ProfileJob | None:

@@ -28,7 +28,7 @@ from autotune_amp.fingerprint import versions
 from autotune_amp.hardware import host, identify, machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.processes.devices import Devices, find_gpus
-from autotune_amp.processes.local import Backend, SlotLostError, WorkloadBackend
+from autotune_amp.processes.local import Backend, LoadingBackend, SlotLostError, WorkloadBackend
 from autotune_amp.processes.on_ray.cluster import Cluster
 from autotune_amp.processes.on_ray.slots import RayDevices
 from autotune_amp.search import ranking
@@ -331,6 +331,7 @@ class _Search:
             max_trials=self._options.max_trials,
             are_trials_fresh=self._source.command_template is not None,
             loads_together="load_together" in backend.abilities,
+            num_together=backend.num_together if isinstance(backend, LoadingBackend) else 1,
             similar_best=similar_best,
         )
 

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from replay import Done, ReplayBudget, check_seconds, first, play, well
 from search_replay import Replayed, play_search
 
+from autotune_amp.command.together import MAX_TOGETHER
 from autotune_amp.core.outcome import CheckOutcome, Failure, Fidelity, Measurement, Outcome
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
@@ -62,6 +63,11 @@ class Host:
     def load_seconds(self) -> float:
         """Return the seconds until a fresh process has built the workload."""
         return self.start_seconds + self.build_seconds
+
+    @property
+    def num_together(self) -> int:
+        """Return how many runs of a command load at the same time, each on a core."""
+        return min(self.num_cores, MAX_TOGETHER) if self.is_command else 1
 
     @property
     def has_standby(self) -> bool:
@@ -126,11 +132,29 @@ class Processes:
         self._stands_by_at: float | None = None
         self._num_loaded: int | None = None  # beside the first process of a confirmation, None before that
         self.compiled: set[Setting] = set()  # what the compiler's cache on disk knows
+        self._loaded: list[tuple[Setting, dict[str, str], int | None]] = []  # runs of a command that wait to train
 
     def stand_by(self, after_seconds: float = 0.0) -> None:
         """Begin to load a process beside the jobs, so many seconds from now."""
         if self.host.has_standby:
             self._stands_by_at = self._budget.now + after_seconds + self.host.load_seconds
+
+    def load_together(self, jobs: Sequence[Trial]) -> None:
+        """Start the first of these runs of a command, unless the first one is loaded, and move the clock by a start."""
+        wanted = [(job.candidate, job.environment, job.round) for job in jobs[: self.host.num_together]]
+        if len(wanted) > 1 and wanted[0] not in self._loaded:
+            self._loaded = wanted
+            self._budget.now += self.host.load_seconds
+        elif not wanted:
+            self._loaded = []
+
+    def take_loaded(self, job: Trial) -> bool:
+        """Whether a run of the command was loaded and waited, which from now on it does not."""
+        key = job.candidate, job.environment, job.round
+        if key not in self._loaded:
+            return False
+        self._loaded.remove(key)
+        return True
 
     def take_confirming(self) -> tuple[float, float]:
         """Return what `take` does, for a round of a confirmation: the first waits until those of all have loaded."""
@@ -184,6 +208,15 @@ class HostBackend:
         self._described: dict[Setting, Any] = {}  # what the runs that describe a command measured
 
     @property
+    def num_together(self) -> int:
+        """See `LoadingBackend`."""
+        return self._host.num_together
+
+    def load_together(self, jobs: Sequence[Trial]) -> None:
+        """See `LoadingBackend`: the clock moves by a start, however many they are."""
+        self._processes.load_together([job for job in jobs if job.candidate not in self._described])
+
+    @property
     def abilities(self) -> frozenset[Ability]:
         """See `Backend`."""
         if self._host.is_command:
@@ -222,7 +255,7 @@ class HostBackend:
         described = self._described.pop(job.candidate, None) if isinstance(job, Trial) and not job.environment else None
         if isinstance(described, Measurement):
             return Done(described, None, self._budget, self._budget.now)
-        waited, start_seconds, building = self._begin(is_confirming=isinstance(job, Trial) and job.is_confirmation)
+        waited, start_seconds, building = self._begin(job)
         allowed = job.loading_seconds
         if self._host.is_command and job.deadline_seconds is not None:  # whose clock starts with its process
             allowed = job.deadline_seconds
@@ -238,7 +271,7 @@ class HostBackend:
             found = job.after(found, None)
         if isinstance(found, Measurement) and self._host.is_command:
             # The agent in the command counts from its start to the end of the first step.
-            until = waited + found.first_step_seconds
+            until = self._host.load_seconds + found.first_step_seconds
             found = replace(found, build_seconds=until, context_seconds=0.0, first_step_seconds=until)
         elif isinstance(found, Measurement):
             found = replace(found, build_seconds=building, is_build_shared=self.is_build_shared)
@@ -271,15 +304,17 @@ class HostBackend:
     ) -> None:
         self.close()
 
-    def _begin(self, *, is_confirming: bool) -> tuple[float, float | None, float]:
+    def _begin(self, job: Any) -> tuple[float, float | None, float]:
         """Return the seconds until the job's clock starts, what its record says of them, and those of building."""
+        is_trial = isinstance(job, Trial)
         if self._host.is_command:
-            return self._host.load_seconds, None, 0.0
+            is_loaded = is_trial and self._processes.take_loaded(job)
+            return 0.0 if is_loaded else self._host.load_seconds, None, 0.0
         if self.isolation == "forked":
             return 0.0, None, 0.0 if self.is_build_shared else self._host.build_seconds
         if self._is_warm:
             return 0.0, 0.0, 0.0
-        if is_confirming and self._host.has_standby and self.slots[0].device != "cpu":
+        if is_trial and job.is_confirmation and self._host.has_standby and self.slots[0].device != "cpu":
             waited, building = self._processes.take_confirming()
         else:
             waited, building = self._processes.take(self._environment)
@@ -322,9 +357,10 @@ class HostBackend:
         fp32_step = form.step_seconds("fp32", size)
         passing = min(check_seconds(form, spec), getattr(spec, "aim_seconds", None) or math.inf)
         seconds = self._setup_seconds(building) + passing + spec.num_steps_before * fp32_step
-        if self._host.is_command:  # a run of each precision, of which the first has been loaded
+        if self._host.is_command:  # a run of each precision, of which one has been loaded, or both together
             steps = NUM_FROZEN_STEPS * (fp32_step + form.step_seconds(spec.candidate.precision, size))
-            seconds = self._host.load_seconds + 2 * form.context_seconds + steps
+            num_further_starts = 0 if self._host.num_together > 1 else 1
+            seconds = num_further_starts * self._host.load_seconds + 2 * form.context_seconds + steps
         if spec.deadline_seconds is not None and seconds > spec.deadline_seconds:
             return Failure(kind="timeout", message="its time was up"), spec.deadline_seconds
         found = well(spec)
@@ -360,6 +396,7 @@ def search_on(form: ClosedForm, host: Host, seed: int, budget_seconds: float) ->
         ready_seconds=0.0 if host.is_command else host.start_seconds,
         are_trials_fresh=host.is_command,
         loads_together=host.has_standby and header.hardware.device != "cpu",
+        num_together=host.num_together,
     )
     fresh = ConfirmationBackend(
         partial(backend, "kept"), searching.slots[0], shares_processes=job_defaults.shares_processes

@@ -17,7 +17,7 @@ from forked_python import ForkServer
 from msgspec.structs import replace
 
 from autotune_amp.command import backend as command_backend
-from autotune_amp.command.command import Command
+from autotune_amp.command.command import Command, RunRequest
 from autotune_amp.core.errors import BudgetTooSmallError, RunnerError, WorkloadError
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
@@ -88,9 +88,9 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
     found: list[Setting] = []
     run = Command.run
 
-    def noted(self: Command, setting: Setting, *args: Any, **fields: Any) -> Any:
-        found.append(setting)
-        return run(self, setting, *args, **fields)
+    def noted(self: Command, request: RunRequest, *args: Any, **fields: Any) -> Any:
+        found.append(request.setting)
+        return run(self, request, *args, **fields)
 
     monkeypatch.setattr(Command, "run", noted)
     return found

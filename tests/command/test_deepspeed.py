@@ -18,7 +18,7 @@ from commands import INJECTED, run
 from forked_python import ForkServer
 
 from autotune_amp.command.agent.outside.frameworks import FrameworkHooks
-from autotune_amp.command.command import Command
+from autotune_amp.command.command import Command, RunRequest
 from autotune_amp.command.frozen_pair import pair_steps
 from autotune_amp.command.measure import precision_of, samples_per_step, todays_precision
 from autotune_amp.command.messages import Gradient
@@ -218,7 +218,7 @@ def test_a_deepspeed_command_is_one_trial_of_two_ranks(tmp_path: Path, monkeypat
     launch = ["deepspeed", "--num_accelerators", "2", "--master_port", "{port}", "train.py"]
     line = CommandTemplate.of([*launch, "--deepspeed", "--deepspeed_config", "ds.json"], files=["ds.json"])
     completed = Command(line).run(
-        Setting(precision="bf16", batch_size=2, accumulation_steps=2),
+        RunRequest.of(Setting(precision="bf16", batch_size=2, accumulation_steps=2)),
         Deadlines(whole_seconds=200.0),
         lambda events: events.num_steps >= 12,
         Watcher(),

@@ -11,7 +11,7 @@ import torch
 from commands import TORCHRUN, run
 
 from autotune_amp.command.agent.outside import frameworks
-from autotune_amp.command.command import Command
+from autotune_amp.command.command import Command, RunRequest
 from autotune_amp.command.measure import precision_of
 from autotune_amp.command.rank_steps import Rank
 from autotune_amp.command.settable import unsettable
@@ -168,7 +168,7 @@ for batch in torch.utils.data.DataLoader(data, batch_size=4, shuffle=True):
 def in_bf16(line: CommandTemplate) -> list[str | None]:
     """The precision that each rank of the command runs in when bf16 is asked for."""
     completed = Command(line).run(
-        Setting(precision="bf16", batch_size=4),
+        RunRequest.of(Setting(precision="bf16", batch_size=4)),
         Deadlines(whole_seconds=200.0),
         lambda events: events.num_steps >= 8,
         Watcher(),

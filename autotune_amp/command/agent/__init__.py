@@ -22,6 +22,7 @@ def arm(settings_text: str) -> None:
     ``guard``: arguments of `guard.arm`, if existing files are guarded; ``observes``: false to patch nothing for
     observing; ``frozen``: settings of `frozen.GradientRecorder`, which replaces optimizer steps; ``diagnosis``:
     settings of `diagnosis.StepDiagnosis`, which examines some steps; ``outside``: values to set without a placeholder;
+    ``is_held``: whether to wait before training until the parent asks to go on;
     ``seed``: of the random number generators; ``overlay``: edited copies to run in place of files; ``sites``: whether
     to report the calls in the user's code that made training objects. Without a socket this is the real training run:
     see `real`.

@@ -26,6 +26,7 @@ class Channel:
     def __init__(self, path: str) -> None:
         self._path = path
         self._listens = False
+        self._may_train = threading.Event()  # set once the parent has asked to go on
         self._socket: socket.socket | None = None
         self.before_send: Callable[[], Any] = lambda: None  # called by the sending thread before it sends
         self._reset()
@@ -45,7 +46,7 @@ class Channel:
 
     def listen(self) -> None:
         """Start a thread that sends waiting messages and receives the parent's requests: ``dump`` asks for the stacks
-        of all threads, and the end of the connection ends this process.
+        of all threads, ``go`` ends `wait_for_go`, and the end of the connection ends this process.
         """
         self._listens = True
         if self._socket is not None:
@@ -60,6 +61,11 @@ class Channel:
             with contextlib.suppress(OSError):  # the parent is gone
                 self._socket.shutdown(socket.SHUT_RD)
             self._thread.join(1.0)
+
+    def wait_for_go(self) -> None:
+        """Wait until the parent asks this process to go on. It keeps listening meanwhile."""
+        while not self._may_train.wait(1.0):
+            pass
 
     def wait_for_end(self) -> None:
         """Wait until the parent ends this process or closes the connection, which ends it too."""
@@ -169,6 +175,8 @@ class Channel:
                 line, _, requests = requests.partition(b"\n")
                 if line == b"dump":
                     self.send("stack", text=_stacks_of_other_threads(), at=_main_thread_files())
+                elif line == b"go":
+                    self._may_train.set()
 
 
 def _stacks_of_other_threads() -> str:

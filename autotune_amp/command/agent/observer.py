@@ -36,6 +36,7 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
     ``seed``: of the random number generators. ``sample_dim``: dimension of a module's inputs along which samples are
     counted. ``frozen``: settings of a `GradientRecorder`, which writes the gradients to ``folder`` in place of taking
     optimizer steps. ``diagnosis``: settings of a `StepDiagnosis`. ``observes``: false to report no steps.
+    ``is_held``: whether to wait before the first forward pass in training until the parent asks to go on.
     ``counts_flops``: whether to count the floating-point operations of a step. ``sites``: whether to report the calls
     in the user's code that created the training's objects. ``outside``: batch size, precision and accumulation to set
     by hooks.
@@ -49,6 +50,7 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
     observer = Observer(channel)
     observer.passes.sample_dim = settings.get("sample_dim", 0)
     observer.counts_flops = settings.get("counts_flops", False)
+    observer.is_held = settings.get("is_held", False)
     if settings.get("frozen"):
         from .frozen import GradientRecorder
 
@@ -80,6 +82,8 @@ class Observer:
         self.loaders = batches.LoaderObserver(channel)
         self.passes = passes.PassRecorder(channel)
         self.gradient_recorder: Any = None  # if set, it records the gradients in place of each step
+        self.is_held = False
+        self._is_loaded = False  # whether a forward pass in training, or without any a step, has begun
         self.counts_flops = False
         self._flop_counter: Any = None  # while it counts the second step of the first optimizer
         self._counted_before: tuple[int, int] = 0, 0  # samples and positions that loaders had yielded then
@@ -115,7 +119,10 @@ class Observer:
         """Install the hooks of DataLoaders, forward and backward passes, optimizers, torch.compile and GradScaler."""
         self.loaders.watch()
         self.passes.watch()
-        self.passes.on_outermost.append(lambda module: self.modules.setdefault(id(module), weakref.ref(module)))
+        self.passes.on_outermost += [
+            lambda module: self.modules.setdefault(id(module), weakref.ref(module)),
+            self._report_loaded,
+        ]
         before_step, after_step = self.channel.shield(self._before_step), self.channel.shield(self._after_step)
         hooks = [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
 
@@ -145,6 +152,15 @@ class Observer:
         _hook_scaler(self)
         deepspeed_engine.watch(self)
 
+    def _report_loaded(self, _: Any) -> None:
+        """Report at the first call that what comes before training is done, and wait if this process is held."""
+        if self._is_loaded:
+            return
+        self._is_loaded = True
+        self.channel.send("loaded", **_device_memory(), **where.rank())
+        if self.is_held:
+            self.channel.wait_for_go()
+
     def _count_compilation(self, *_: Any) -> None:
         """Count a compilation, including that of a backward pass. Dynamo's own counters can be reset by the script."""
         self._num_compilations += 1
@@ -172,6 +188,7 @@ class Observer:
         self._running_step_frame, self._num_nested = _step_frame(), 0
         if self.ignores_steps:
             return None
+        self._report_loaded(optimizer)
         if self.scaler_depth:
             self.index_of(optimizer)  # DeepSpeed takes its parameters away after the step
         if self.diagnosis is not None:
@@ -411,6 +428,17 @@ def _free_memory_share() -> float | None:
     except RuntimeError:  # after an error on the GPU every CUDA call fails
         return None
     return min(free, total - torch.cuda.max_memory_reserved()) / total
+
+
+def _device_memory() -> dict[str, int]:
+    """Return the bytes of the current CUDA device's memory: in all, in use by all processes, and reserved by this one.
+
+    Empty if this process has not used CUDA.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not type it
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return {"total_bytes": total, "used_bytes": total - free, "reserved_bytes": torch.cuda.memory_reserved()}
 
 
 def _report_process(channel: Channel) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from autotune_amp.command import measure
-from autotune_amp.command.command import Command
+from autotune_amp.command.command import Command, RunRequest
 from autotune_amp.command.editing.edit import CommandFacts, Edit, ManualChange, RunSetting, edit
 from autotune_amp.command.messages import Site, Torch
 from autotune_amp.command.rank_steps import Rank
@@ -168,13 +168,12 @@ def _observe_run(command: Command, overlay: Mapping[str, str] | None = None) -> 
     """Run `NUM_STEPS` steps of the command, with edited copies in `overlay` (see `agent.overlay`); return the events of
     the run and its slowest rank, or the failure.
     """
+    setting = Setting(**{"precision": "fp32", "batch_size": 1, **command.line.today_values})
     completed = command.run(
-        Setting(**{"precision": "fp32", "batch_size": 1, **command.line.today_values}),
+        RunRequest.of(setting, sites=True, overlay=dict(overlay or {})),
         _DEADLINES,
         lambda events: events.num_steps >= NUM_STEPS and measure.slowest_rank(events) is not None,
         Watcher(),
-        sites=True,
-        overlay=dict(overlay or {}),
     )
     if isinstance(completed.verdict, Failure):
         return completed.verdict

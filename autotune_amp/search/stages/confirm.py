@@ -62,6 +62,7 @@ class ConfirmationRounds:
         self._round = 0
         self._planned_runs: list[ConfirmationRun] = []  # of this round
         self._is_process_running = False  # whether the process that the runs of this round share is running
+        self._loaded_runs: list[tuple[int, ConfirmationRun]] = []  # with their rounds: processes that wait to train
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """Return the next confirmation run, or None once the time or the rounds are used up."""
@@ -83,7 +84,9 @@ class ConfirmationRounds:
             ]
             self._num_rounds_started += bool(self._missing_runs(ledger))
         run = to_run[0]
-        is_loaded = self._num_rounds_started > 1 and self._is_loaded_together(ledger, planner, self._num_rounds_started)
+        is_loaded = (self._round, run) in self._loaded_runs or (
+            self._num_rounds_started > 1 and self._is_loaded_together(ledger, planner, self._num_rounds_started)
+        )
         num_starts = 0 if self._is_process_running or is_loaded else 1
         left_seconds, needed_seconds = planner.budget.left(), planner.runs_seconds(ledger, [run.setting], num_starts)
         if left_seconds < needed_seconds:
@@ -107,6 +110,24 @@ class ConfirmationRounds:
             else None,
         )
 
+    def foreseen_trials(self, ledger: Ledger, planner: Planner) -> list[Trial]:
+        """Return the trials that follow the one that `next` has returned, as far as it is decided that they run.
+
+        As many as can load together with that one; none if its process is loaded already.
+        """
+        run, *others = [(self._round, run) for run in self._missing_runs(ledger)]
+        if run in self._loaded_runs:
+            return []
+        contenders = [run for run in self._planned_runs if run.purpose == "confirm"]
+        others += [(number, run) for number in self._rounds_left if number < MIN_ROUNDS for run in contenders]
+        self._loaded_runs = [run, *others][: planner.job_defaults.num_together]
+        return [
+            _confirming_trial(
+                planner.job_defaults, ledger, run.setting, run.environment, purpose=run.purpose, round=number
+            )
+            for number, run in self._loaded_runs[1:]
+        ]
+
     def _missing_runs(self, ledger: Ledger) -> list[ConfirmationRun]:
         """Return the planned runs of this round that have not run yet on the slot of the round's last run."""
         records_of_round = [r for r in ledger.records if r.round == self._round]
@@ -122,7 +143,8 @@ class ConfirmationRounds:
         winner, _, baseline = self._contenders
         if winner != baseline or not ledger.is_by_throughput:
             return True
-        return planner.min_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [winner], 1)) < MIN_GAIN
+        num_starts = 1 / planner.job_defaults.num_together
+        return planner.min_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [winner], num_starts)) < MIN_GAIN
 
     def _should_stop(self, ledger: Ledger, planner: Planner) -> bool:
         """Whether further rounds would decide nothing, or would take more time than the possible gain justifies."""
@@ -143,8 +165,7 @@ class ConfirmationRounds:
 
     def _round_seconds(self, runs: Sequence[ConfirmationRun], ledger: Ledger, planner: Planner) -> float:
         """Return the predicted seconds of the runs of one round, including process starts."""
-        num_starts = min(1, len(runs)) if planner.job_defaults.shares_processes else len(runs)
-        return planner.runs_seconds(ledger, [run.setting for run in runs], num_starts)
+        return planner.runs_seconds(ledger, [run.setting for run in runs], planner.job_defaults.num_starts(len(runs)))
 
     def _plan_next_round(self, ledger: Ledger, planner: Planner) -> list[ConfirmationRun]:
         """Return the runs of the round `self._round` that fit in the remaining time; see `plan_round`."""
@@ -156,8 +177,12 @@ class ConfirmationRounds:
             return self._round_seconds(runs, ledger, planner)
 
         left_seconds = planner.budget.left() - (self._ending_seconds_left(ledger, planner) if self._round == 0 else 0.0)
+        num_together = planner.job_defaults.num_together
+        has_loaded = any(number == self._round for number, _ in self._loaded_runs)
         if is_loaded_together and not self._num_rounds_started:
             left_seconds -= planner.runs_seconds(ledger, [], 1)
+        elif num_together > 1 and not has_loaded:  # the first run waits for the start of all
+            left_seconds -= planner.runs_seconds(ledger, [], 1 - 1 / num_together)
         num_needed = max(1, MIN_ROUNDS - self._round)
         return plan_round(self._contenders, self._environment, seconds_of, left_seconds, self._round, num_needed)
 
@@ -176,7 +201,7 @@ def is_runner_up_worth(ledger: Ledger, planner: Planner, shortlist: Shortlist) -
         return True
     speeds = {c: merit.speed(ledger.objective) for c, merit in ledger.measured_merits.items()}
     lead = speeds[runner_up] / speeds[winner] - 1 + SPEED_ERROR if winner in speeds else math.inf
-    num_starts = 0 if planner.job_defaults.shares_processes else 1
+    num_starts = 0 if planner.job_defaults.shares_processes else planner.job_defaults.num_starts(1)
     return lead > planner.min_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [runner_up], num_starts))
 
 

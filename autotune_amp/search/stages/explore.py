@@ -53,10 +53,12 @@ class _ExplorationStage(ABC):
         """Return the trial to run next, or None."""
         self.study.catch_up(ledger.actual)
         left_seconds = self._seconds_left(ledger, planner)
-        setting = (
-            self._next(ledger, planner, left_seconds) if planner.has_time_for_trial(ledger, left_seconds) else None
-        )
+        setting = self.next_setting(ledger, planner, left_seconds)
         return None if setting is None else planner.trial(ledger, self.study.ask(setting).setting, left_seconds)
+
+    def next_setting(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
+        """Return the setting to try next, or None if there is none or no time for a trial."""
+        return self._next(ledger, planner, left_seconds) if planner.has_time_for_trial(ledger, left_seconds) else None
 
     def _seconds_left(self, ledger: Ledger, planner: Planner) -> float:
         return planner.exploration_seconds(ledger)

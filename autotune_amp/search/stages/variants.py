@@ -64,12 +64,14 @@ class Variants:
             trial = planner.job_defaults.trial(ledger, leader)
             seconds = PROFILE_PATIENCE * profile_seconds
             return ProfileJob(device=trial.device, trial=trial, deadline_seconds=seconds)
-        setting = (
-            self._next(ledger, planner, left_seconds) if planner.has_time_for_trial(ledger, left_seconds) else None
-        )
+        setting = self.next_setting(ledger, planner, left_seconds)
         if setting is None:
             return self.checks.next(ledger, planner)
         return planner.trial(ledger, setting, left_seconds)
+
+    def next_setting(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
+        """Return the setting to try next, or None if there is none or no time for a trial."""
+        return self._next(ledger, planner, left_seconds) if planner.has_time_for_trial(ledger, left_seconds) else None
 
     def _profile_seconds(self, ledger: Ledger, planner: Planner, leader: Setting) -> float:
         """Return the predicted seconds of a profile of the leader's step."""

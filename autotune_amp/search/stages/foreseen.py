@@ -1,0 +1,49 @@
+"""Trials that will probably follow the next one, whose processes may load at the same time. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from autotune_amp.core.setting import Setting
+from autotune_amp.search.ledger import Ledger
+from autotune_amp.search.planner import Planner
+from autotune_amp.search.stages.confirm import ConfirmationRounds
+from autotune_amp.search.stages.pending import ledger_with_predicted
+from autotune_amp.trial.jobs import Check, Trial
+from autotune_amp.trial.step_profile.breakdown import ProfileJob
+
+
+@runtime_checkable
+class _SettingStage(Protocol):
+    """Interface of a stage that chooses settings from the outcomes so far."""
+
+    def next_setting(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
+        """Return the setting to try next, or None."""
+
+
+def foreseen_trials(
+    stages: Sequence[Any], ledger: Ledger, planner: Planner, job: Trial | Check | ProfileJob
+) -> list[Trial]:
+    """Return the trials that follow `job`, the next one of these stages, if it and they end as expected: as many as can
+    load together with it.
+
+    Some may never run, since the outcomes decide.
+    """
+    num_together = planner.job_defaults.num_together
+    if num_together == 1 or not isinstance(job, Trial):
+        return []
+    if stages and isinstance(stages[0], ConfirmationRounds):
+        return stages[0].foreseen_trials(ledger, planner)
+    trials = [job]
+    for stage in stages:
+        if not isinstance(stage, _SettingStage):
+            continue
+        while len(trials) < num_together:
+            expected = ledger_with_predicted(ledger, trials) if ledger.measurements else None
+            left_seconds = planner.exploration_seconds(ledger)
+            setting = None if expected is None else stage.next_setting(expected, planner, left_seconds)
+            if setting is None or any(setting == trial.candidate for trial in trials):
+                break
+            trials.append(planner.trial(ledger, setting, left_seconds))
+    return trials[1:]
