@@ -29,6 +29,10 @@ another batch size. Both count as trials. A placeholder that does not reach the 
 requested and the observed value. A precision in which the command fails, or is far too slow, is left out with a
 warning.
 
+Where starts are long, most of the time goes by before the first training step. So several runs, as many as cores and
+memory allow, are started together and wait there; then each trains alone, as it would by itself. One that fails while
+others wait runs once more alone; if it then succeeds, as with a fixed port, no runs load together from then on.
+
 **Fidelity.** The fidelity of a precision, and of your own arguments, is judged in runs of the command, by the gradients
 of the same batches at the same first weights. What acts after the gradients, such as an optimizer, is not judged. A
 model that is loaded in bf16 is compared with its weights converted to fp32; its rows called fp32 compute with the bf16

@@ -141,13 +141,13 @@ class CommandBackend(WorkloadBackend):
             return CompletedHandle(self._diagnose(job))
         return self._local.submit(job)
 
-    def load_together(self, jobs: Sequence[Trial]) -> None:
+    def load_together(self, jobs: Sequence[Trial], limit_seconds: float = math.inf) -> None:
         """Start the runs of these trials, which wait to train until they are submitted; see `LoadingBackend`.
 
         A trial whose run was made by `_describe` is left out.
         """
         requests = [self._request_of(trial) for trial in jobs if self._reusable_run(trial) is None]
-        self._command.load_together(requests, self._watcher)
+        self._command.load_together(requests, self._watcher, limit_seconds)
 
     def share_build(self, job: Job[Any], deadline_seconds: float) -> str | None:  # noqa: ARG002 - Backend's signature
         """Return the reason why no build is shared; see `Backend`."""
@@ -521,29 +521,33 @@ class CommandBackend(WorkloadBackend):
                     },
                 )
                 requests.append(request)
-            self._command.load_together(requests, self._watcher)
-            for request in requests:
-                seconds_left = (
-                    None if check.deadline_seconds is None else check.deadline_seconds - (time.monotonic() - began)
-                )
-                completed = self._command.run(
-                    request,
-                    Deadlines(whole_seconds=seconds_left),
-                    # A GradScaler may skip its first steps, which give no gradients.
-                    lambda events: max(events.num_frozen_steps, events.num_steps - MAX_SKIPS) >= NUM_FROZEN_STEPS,
-                    Watcher(),
-                )
-                if isinstance(completed.verdict, Failure):
-                    return check.unchecked(completed.verdict)
-                gradients.append(completed.events.of(Gradient))
-                first = min(completed.events.ranks.values(), key=lambda rank: rank.rank)
-                losses.append(
-                    tuple(
-                        _finite_or_zero(step.losses[-1])
-                        for step in first.primary_steps[:NUM_FROZEN_STEPS]
-                        if step.losses
+            limit_seconds = math.inf if check.deadline_seconds is None else check.deadline_seconds
+            try:
+                self._command.load_together(requests, self._watcher, limit_seconds)
+                for request in requests:
+                    seconds_left = (
+                        None if check.deadline_seconds is None else check.deadline_seconds - (time.monotonic() - began)
                     )
-                )
+                    completed = self._command.run(
+                        request,
+                        Deadlines(whole_seconds=seconds_left),
+                        # A GradScaler may skip its first steps, which give no gradients.
+                        lambda events: max(events.num_frozen_steps, events.num_steps - MAX_SKIPS) >= NUM_FROZEN_STEPS,
+                        Watcher(),
+                    )
+                    if isinstance(completed.verdict, Failure):
+                        return check.unchecked(completed.verdict)
+                    gradients.append(completed.events.of(Gradient))
+                    first = min(completed.events.ranks.values(), key=lambda rank: rank.rank)
+                    losses.append(
+                        tuple(
+                            _finite_or_zero(step.losses[-1])
+                            for step in first.primary_steps[:NUM_FROZEN_STEPS]
+                            if step.losses
+                        )
+                    )
+            finally:
+                self._command.load_together([], self._watcher)
             steps = pair_steps(*gradients, has_other_arguments=bool(check.candidate.arguments))
             if isinstance(steps, PairingProblem):
                 return check.unchecked(*steps)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autotune_amp.command.leftovers import FOLDER, leftover_notes, load_kept
+from msgspec.structs import replace
+
+from autotune_amp.command.leftovers import FOLDER, existing_outermost, leftover_notes, load_kept, save_kept
 from autotune_amp.command.messages import Error
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import TRIAL_DIR, CommandRun, CompletedRun
-from autotune_amp.command.together import RunsTogether
+from autotune_amp.command.together import RunsTogether, is_crowded
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.errors import RunnerError
 from autotune_amp.core.job import Deadlines
@@ -82,7 +86,8 @@ class Command:
         self.aside: Path | None = None
         self.opened: Callable[[Sequence[str]], object] = lambda _: None
         self._kept_list: Path | None = None
-        self._together = RunsTogether()
+        self._created_folders: set[str] = set()  # by runs; one that is left may have held files of another run
+        self._together = RunsTogether(self._clear)
 
     def run(
         self,
@@ -98,9 +103,18 @@ class Command:
         it runs once more alone, since they may be the cause. If they were, no runs load together from then on.
         """
 
+        until = math.inf if deadlines.whole_seconds is None else time.monotonic() + deadlines.whole_seconds
+
         def measured(started: CommandRun) -> CompletedRun:
+            whole_seconds = None if until == math.inf else max(0.0, until - time.monotonic())
+            limit_bytes = memory_limit_bytes
+            if limit_bytes is not None:  # it is the host's, which the runs that wait use too
+                limit_bytes = max(0, limit_bytes - self._together.resident_bytes())
             with closing(started):
-                completed = started.measure(deadlines, is_enough, watcher, memory_limit_bytes)
+                completed = started.measure(
+                    replace(deadlines, whole_seconds=whole_seconds), is_enough, watcher, limit_bytes
+                )
+            self._clear(started)
             self._learn(completed)
             _raise_if_agent_failed(completed.events)
             return completed
@@ -109,25 +123,39 @@ class Command:
         if has_failed:
             self._together.close()
         loaded = self._together.take(request)
-        is_alone = loaded is None and not len(self._together)
+        num_held = len(self._together)
+        is_alone = loaded is None and not num_held
         completed = measured(loaded or self._start(request))
-        if not is_alone and isinstance(completed.verdict, Failure) and completed.verdict.kind != "timeout":
-            has_failed = True
+        if not is_alone and self._may_be_caused_by_others(completed, num_held, until - time.monotonic()):
+            has_failed = isinstance(completed.verdict, Failure)
             self._together.close()
             completed = measured(self._start(request))
         if has_failed and not isinstance(completed.verdict, Failure):
-            self._together.num_fitting = 1
+            self._together.end()
         elif is_alone:
             self._together.observe(completed)
         return completed
+
+    def _may_be_caused_by_others(self, completed: CompletedRun, num_held: int, left_seconds: float) -> bool:
+        """Whether the outcome of a run that trained while `num_held` others waited may differ from that of one alone,
+        which there is time to find out.
+        """
+        loading_seconds = self._together.loading_seconds
+        if loading_seconds is None or left_seconds < loading_seconds:
+            return False
+        verdict = completed.verdict
+        if isinstance(verdict, Failure):
+            return verdict.kind != "timeout" or not completed.events.num_steps
+        return is_crowded(completed, num_held)
 
     @property
     def num_together(self) -> int:
         """Return how many runs of the command can load at the same time, as far as its runs have shown."""
         return self._together.num_fitting
 
-    def load_together(self, requests: Sequence[RunRequest], watcher: Watcher) -> None:
-        """Start the runs of the first requests, at most `num_together`, and wait until all have loaded.
+    def load_together(self, requests: Sequence[RunRequest], watcher: Watcher, limit_seconds: float = math.inf) -> None:
+        """Start the runs of the first requests, at most `num_together`, and wait until all have loaded, at most
+        `limit_seconds`.
 
         Nothing is started if the first one has been loaded already, or if there is a single one to start. Runs that are
         loaded and not among the requests are ended.
@@ -136,7 +164,9 @@ class Command:
         if not wanted:
             self._together.close()
         elif len(wanted) > 1 and wanted[0] not in self._together:
-            self._together.load({each: partial(self._start, each, is_held=True) for each in wanted}, watcher)
+            starts: dict[Hashable, Callable[[], CommandRun]] = {}
+            starts |= {each: partial(self._start, each, is_held=True) for each in wanted}
+            self._together.load(starts, watcher, limit_seconds)
 
     def _start(self, request: RunRequest, *, is_held: bool = False) -> CommandRun:
         setting, seed = request.setting, request.seed
@@ -161,7 +191,10 @@ class Command:
 
     def _learn(self, completed: CompletedRun) -> None:
         """Keep what the run tells about the files that it created and read."""
-        self.kept, self.stuck = completed.kept, (*self.stuck, *completed.stuck)
+        self.kept = existing_outermost({*self.kept, *completed.kept})  # also of runs that began when there were fewer
+        if self._kept_list is not None:
+            save_kept(self._kept_list, self.kept)
+        self.stuck = (*self.stuck, *completed.stuck)
         self.opened(
             [
                 path
@@ -169,6 +202,22 @@ class Command:
                 if not {path, *map(str, Path(path).parents)}.intersection(completed.kept)
             ]
         )
+
+    def _clear(self, ended: CommandRun) -> None:
+        """Remove the empty folders that runs have created, once none waits that may have files in them."""
+        self._created_folders.update(ended.created_folders)
+        if len(self._together):
+            return
+        for path in sorted(self._created_folders.difference(self.kept), reverse=True):  # the inner ones first
+            with suppress(OSError):  # it has been moved, or is in use
+                Path(path).rmdir()
+        self._created_folders.clear()
+
+    def notes(self) -> tuple[str, ...]:
+        """Return sentences for the user on how the runs were made."""
+        if self._together.has_ended:
+            return ("A run failed while others waited beside it, and succeeded alone: later runs loaded alone.",)
+        return ()
 
     def leftovers(self) -> tuple[str, ...]:
         """Return sentences for the user on the files that runs created, and where they are now."""

@@ -49,16 +49,16 @@ def set_aside(file: Path, folder: Path | None, data_until: float) -> tuple[tuple
     data = {entry[1:] for entry in entries if entry[0] == "+"}
     created = {entry[1:] for entry in entries}
     if folder is None:
-        return _existing_outermost(created), ()
+        return existing_outermost(created), ()
     stuck = {
         path
         for path in sorted(created)
         if not _move_to(Path(path), _target(Path(path), folder), data, created, data_until)
     }
-    return _existing_outermost(data - stuck), _existing_outermost(stuck)
+    return existing_outermost(data - stuck), existing_outermost(stuck)
 
 
-def _existing_outermost(paths: Collection[str]) -> tuple[str, ...]:
+def existing_outermost(paths: Collection[str]) -> tuple[str, ...]:
     """Return the existing paths that are not below another of the paths, sorted."""
     outermost = (path for path in paths if not any(str(parent) in paths for parent in Path(path).parents))
     return tuple(sorted(path for path in outermost if os.path.lexists(path)))

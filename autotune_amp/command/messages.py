@@ -105,10 +105,11 @@ class Site(AgentMessage, frozen=True, kw_only=True, tag="site"):
 class Loaded(_OfRank, frozen=True, kw_only=True, tag="loaded"):
     """Message that the first forward pass in training begins: all that comes before is done.
 
-    Bytes of its CUDA device's memory: `total_bytes` in all, `used_bytes` by all processes, and `reserved_bytes` by the
-    allocator of this one; 0 if it trains on another device.
+    `device` is the type of the parameters' device. Bytes of its memory: `total_bytes` in all, `used_bytes` by all
+    processes, and `reserved_bytes` by the allocator of this one; 0 if they are not known.
     """
 
+    device: str
     total_bytes: int = 0
     used_bytes: int = 0
     reserved_bytes: int = 0

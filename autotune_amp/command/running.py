@@ -42,6 +42,8 @@ INJECTED = Path(__file__).parent / "agent" / "path"  # put on PYTHONPATH, so tha
 TRIAL_DIR = "trial"  # the folder in a run's own folder that `{trial_dir}` stands for
 _MEMORY_SECONDS = 0.5  # between two checks of the memory of all processes
 _MEMORY_GROWTH = 1.1  # read the exact memory again once resident memory has grown by this factor: it is slow to read
+# A held run has loaded once its processes have used less than this share of a core for so long.
+_QUIET_SHARE, _QUIET_SECONDS = 0.1, 0.5
 _NUM_OUTPUT_CHUNKS = 256  # of up to 64 KiB that are kept of the output
 
 
@@ -94,6 +96,7 @@ class CommandRun:
         self._is_held = is_held
         self._is_running = False
         self.kept: tuple[str, ...] = ()
+        self.created_folders: tuple[str, ...] = ()  # outside of its own folder; they may hold files of other runs
         self._stuck: tuple[str, ...] = ()
         writable = [self._folder] if output is None else [self._folder, output.parent]
         guarded = {"free": list(map(str, writable)), "made": str(self._made_list), "opened": str(self._opened_list)}
@@ -119,8 +122,15 @@ class CommandRun:
         return self._folder / "opened"
 
     def loading_outcome(self) -> Literal["loaded"] | Failure | None:
-        """Return whether the held run has loaded, or why it has failed; None while it is loading."""
+        """Return whether the held run has loaded, or why it has failed; None while it is loading.
+
+        It has loaded once every rank waits, and none of its processes works any more, such as workers that fetch data.
+        """
         return self._processes.loading_outcome()
+
+    def resident_bytes(self) -> int:
+        """Return the resident memory of all processes of the run."""
+        return self._processes.resident_bytes()
 
     def measure(
         self,
@@ -131,7 +141,7 @@ class CommandRun:
     ) -> CompletedRun:
         """Let the run train, receive its messages until `verdict` returns a result, then kill all its processes.
 
-        Of a run that was held, the deadlines count from now.
+        The deadlines of a run that was held count as if it had loaded just now.
         """
         if self._is_held:
             deadlines = _plus(deadlines, self._processes.go())
@@ -156,7 +166,9 @@ class CommandRun:
         try:
             self._processes.end()
         finally:  # also after a second Ctrl-C
-            self.kept, self._stuck = set_aside(self._made_list, self._aside, self._processes.first_step_time)
+            created = [entry[1:] for entry in read_entries(self._made_list) if entry[0] == "-"]
+            self.created_folders = tuple(path for path in created if Path(path).is_dir())
+            self.kept, self._stuck = set_aside(self._made_list, self._aside, self._processes.data_until)
             if self._memory is not None:
                 save_kept(self._memory, self.kept)
 
@@ -191,6 +203,8 @@ class _CommandProcesses:
         self._socket = str(folder / "socket")
         self._memory_bytes, self._resident_bytes_at_check, self._memory_check_time = 0, 0, 0.0
         self._unobserved_seconds = 0.0
+        self._is_waiting = False  # whether every rank waits to train
+        self._computed_before: tuple[float, float] | None = None  # a time, and the CPU seconds of the processes then
         self._num_kills_before = num_oom_kills()
         path = os.pathsep.join(filter(None, [str(INJECTED), environment.get("PYTHONPATH")]))
         self._program = Program(
@@ -224,7 +238,21 @@ class _CommandProcesses:
         found = verdict(self._events, state, Deadlines(), is_enough=False, memory_limit_bytes=None)
         if isinstance(found, Failure):
             return found
-        return "loaded" if self._events.first(Loaded) is not None else None
+        num_loaded = len({loaded.pid for loaded in self._events.of(Loaded)})
+        self._is_waiting = num_loaded >= self._events.world and self._is_quiet()
+        return "loaded" if self._is_waiting else None
+
+    def _is_quiet(self) -> bool:
+        """Whether the processes have hardly computed since a call at least `_QUIET_SECONDS` ago."""
+        now, cpu_seconds = time.monotonic(), _total(self._program.processes(), _cpu_seconds)
+        since, cpu_seconds_then = self._computed_before or (now, cpu_seconds)
+        if now - since >= _QUIET_SECONDS or self._computed_before is None:
+            self._computed_before = now, cpu_seconds
+        return now - since >= _QUIET_SECONDS and cpu_seconds - cpu_seconds_then < _QUIET_SHARE * (now - since)
+
+    def resident_bytes(self) -> int:
+        """See `CommandRun.resident_bytes`."""
+        return int(_total(self._program.processes(), _resident_bytes))
 
     def go(self) -> float:
         """Let the held processes train, and return the seconds in which they had loaded.
@@ -236,6 +264,7 @@ class _CommandProcesses:
         loading_seconds = loaded.time - self._began
         self._began = time.monotonic() - loading_seconds
         self._num_kills_before = num_oom_kills()
+        self._is_waiting = False
         self._listener.send_go()
         return loading_seconds
 
@@ -274,11 +303,14 @@ class _CommandProcesses:
             return CompletedRun(self._began, self._events, state, result if failure is None else with_advice(failure))
 
     @property
-    def first_step_time(self) -> float:
-        """Return the time of the first optimizer step (seconds since the epoch); without a step, the
-        command's start.
+    def data_until(self) -> float:
+        """Return the time (seconds since the epoch) from which on data that a run wrote may be incomplete.
+
+        That is its first optimizer step, else its start. A run that waits to train has completed its data: it is now.
         """
         steps = [rank.steps[0].time for rank in self._events.ranks.values() if rank.steps]
+        if self._is_waiting:
+            return time.time()
         return time.time() - (time.monotonic() - min(steps, default=self._began))
 
     def _receive_messages(self, seconds: float) -> None:
@@ -292,11 +324,11 @@ class _CommandProcesses:
         if now - self._memory_check_time > _MEMORY_SECONDS:
             self._memory_check_time = now
             processes = self._program.processes()
-            resident_bytes = _total(processes, _resident_bytes)
+            resident_bytes = int(_total(processes, _resident_bytes))
             limit_bytes = math.inf if memory_limit_bytes is None else memory_limit_bytes
             if resident_bytes > min(limit_bytes, _MEMORY_GROWTH * self._resident_bytes_at_check):
                 self._resident_bytes_at_check = resident_bytes
-                self._memory_bytes = _total(processes, _proportional_bytes)
+                self._memory_bytes = int(_total(processes, _proportional_bytes))
             self._unobserved_seconds = 0.0 if self._events.of(Hello) else _oldest_python_seconds(processes)
         status = self._program.poll()
         if status is not None:
@@ -345,13 +377,19 @@ def _plus(deadlines: Deadlines, seconds: float) -> Deadlines:
     )
 
 
-def _total(processes: Sequence[psutil.Process], bytes_of: Callable[[psutil.Process], int]) -> int:
-    """Return the sum of `bytes_of` over the processes that still exist."""
-    total = 0
+def _total(processes: Sequence[psutil.Process], value_of: Callable[[psutil.Process], float]) -> float:
+    """Return the sum of `value_of` over the processes that still exist."""
+    total = 0.0
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            total += bytes_of(process)
+            total += value_of(process)
     return total
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    """Return the CPU seconds that a process has used."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def _resident_bytes(process: psutil.Process) -> int:

@@ -10,17 +10,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import ExitStack
 
 from autotune_amp.command.messages import Loaded
+from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import CommandRun, CompletedRun
+from autotune_amp.core.errors import RunnerError
 from autotune_amp.core.outcome import Failure
 from autotune_amp.hardware import host
 from autotune_amp.interruption import heed
 from autotune_amp.processes.process import TICK_SECONDS, Watcher
 
 MAX_TOGETHER = 8  # the runs of a confirmation and one more, or as many of a search as can be foreseen
-# A loading run may take this times the seconds of one that loaded alone, and the memory of this times its peak.
-_PATIENCE, _MEMORY_MARGIN = 3.0, 1.25
+# A loading run may take this times the seconds of one that loaded alone, at least so many, and this times its memory.
+_PATIENCE, _MIN_PATIENCE_SECONDS, _MEMORY_MARGIN = 3.0, 30.0, 1.25
 _CONTEXT_BYTES = 1 << 30  # at most, of a process on a CUDA device in addition to what its allocator reserves
 
 
@@ -39,12 +42,33 @@ def num_fitting(completed: CompletedRun) -> int:
     num_in_memory = int(free_bytes / (_MEMORY_MARGIN * max(1, completed.state.memory_bytes)))
     limits = [MAX_TOGETHER, cores // events.world, num_in_memory]
     for loaded in events.of(Loaded):
-        if loaded.total_bytes:
-            rank = events.ranks.get(loaded.pid)
-            peak_bytes = (rank and rank.reserved_memory_bytes) or loaded.reserved_bytes
-            used_bytes = loaded.used_bytes - loaded.reserved_bytes + _MEMORY_MARGIN * peak_bytes
-            limits.append(1 + int((loaded.total_bytes - used_bytes) / (_CONTEXT_BYTES + loaded.reserved_bytes)))
+        if loaded.device != "cpu":
+            used_bytes = loaded.used_bytes - loaded.reserved_bytes + _MEMORY_MARGIN * _peak_bytes(events, loaded)
+            limits.append(1 + int((loaded.total_bytes - used_bytes) / _held_bytes(loaded)))
     return max(1, min(limits))
+
+
+def is_crowded(completed: CompletedRun, num_held: int) -> bool:
+    """Return whether a run came so near to the limit of a device that the memory of the held runs may have slowed it.
+
+    The allocator then frees and asks again, and libraries choose algorithms that need less memory.
+    """
+    return any(
+        _MEMORY_MARGIN * _peak_bytes(completed.events, loaded) + num_held * _held_bytes(loaded) > loaded.total_bytes
+        for loaded in completed.events.of(Loaded)
+        if num_held and loaded.device != "cpu"
+    )
+
+
+def _peak_bytes(events: RunEvents, loaded: Loaded) -> int:
+    """Return the largest number of bytes that the allocator of a process reserved."""
+    rank = events.ranks.get(loaded.pid)
+    return (rank and rank.reserved_memory_bytes) or loaded.reserved_bytes
+
+
+def _held_bytes(loaded: Loaded) -> int:
+    """Return the bytes on its device of a process that waits."""
+    return _CONTEXT_BYTES + loaded.reserved_bytes
 
 
 class RunsTogether:
@@ -53,10 +77,12 @@ class RunsTogether:
     `unloaded` are the keys of runs that failed to load beside others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, closed: Callable[[CommandRun], object]) -> None:
+        self._closed = closed  # called with each run that was closed without training
         self._runs: dict[Hashable, CommandRun] = {}
         self.loading_seconds: float | None = None  # of a run alone
-        self.num_fitting = 1  # how many may load at the same time; 1 after a run failed because others were beside it
+        self.num_fitting = 1  # how many may load at the same time
+        self.has_ended = False
         self.unloaded: set[Hashable] = set()
 
     def observe(self, completed: CompletedRun) -> None:
@@ -66,18 +92,25 @@ class RunsTogether:
             self.loading_seconds = loaded.time - completed.began
             self.num_fitting = num_fitting(completed)
 
-    def load(self, starts: Mapping[Hashable, Callable[[], CommandRun]], watcher: Watcher) -> None:
+    def load(self, starts: Mapping[Hashable, Callable[[], CommandRun]], watcher: Watcher, limit_seconds: float) -> None:
         """Start these runs, given by key, and wait until they have loaded. Other runs that were held are closed.
 
-        One that fails to load beside the others is closed, and its key is in `unloaded` from then on.
+        One that fails to load beside the others, or not within `limit_seconds`, is closed, and its key is in `unloaded`
+        from then on.
         """
         self._close(key for key in list(self._runs) if key not in starts)
         assert self.loading_seconds is not None
-        until = time.monotonic() + _PATIENCE * self.loading_seconds
-        loading = {}
+        patience = max(_MIN_PATIENCE_SECONDS, _PATIENCE * self.loading_seconds)
+        until = time.monotonic() + min(patience, limit_seconds)
+        loading: dict[Hashable, CommandRun] = {}
         for key, start in starts.items():
             if key not in self._runs:
-                self._runs[key] = loading[key] = start()
+                try:
+                    self._runs[key] = loading[key] = start()
+                except (RunnerError, RuntimeError, OSError):  # no more processes or threads: fewer load together
+                    if not loading:
+                        raise
+                    break
         watcher.activity(f"loading {len(loading)} runs of the command together")
         while loading:
             heed()
@@ -97,6 +130,10 @@ class RunsTogether:
     def __len__(self) -> int:
         return len(self._runs)
 
+    def resident_bytes(self) -> int:
+        """Return the resident memory of all runs that wait."""
+        return sum(run.resident_bytes() for run in self._runs.values())
+
     def take(self, key: Hashable) -> CommandRun | None:
         """Remove and return a run; None if it was not loaded."""
         return self._runs.pop(key, None)
@@ -105,6 +142,13 @@ class RunsTogether:
         """End all runs that wait."""
         self._close(list(self._runs))
 
+    def end(self) -> None:
+        """Let each run load alone from now on."""
+        self.num_fitting, self.has_ended = 1, True
+
     def _close(self, keys: Iterable[Hashable]) -> None:
-        for key in keys:
-            self._runs.pop(key).close()
+        with ExitStack() as stack:  # each is closed, whatever closing another one raises
+            for key in keys:
+                run = self._runs.pop(key)
+                stack.callback(self._closed, run)
+                stack.callback(run.close)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -150,14 +150,19 @@ class ConfirmationBackend:
     @property
     def num_together(self) -> int:
         """Return how many processes can load at the same time; see `LoadingBackend`."""
-        return self._current.num_together if isinstance(self._current, LoadingBackend) else 1
+        backend = self._loading_backend
+        return backend.num_together if isinstance(backend, LoadingBackend) else 1
 
-    def load_together(self, jobs: Sequence[Trial]) -> None:
+    def load_together(self, jobs: Sequence[Trial], limit_seconds: float) -> None:
         """Load the processes of these trials at the same time, if the backend can; see `LoadingBackend`."""
-        if self._current is None:
-            self._current = self._make({})
-        if isinstance(self._current, LoadingBackend):
-            self._current.load_together(jobs)
+        backend = self._loading_backend
+        if isinstance(backend, LoadingBackend):
+            backend.load_together(jobs, limit_seconds)
+
+    @cached_property
+    def _loading_backend(self) -> Backend:
+        """A backend in the user's own environment, which each trial's variables are added to."""
+        return self._make({})
 
     def wait(self, handles: Sequence[Handle[Any]]) -> Handle[Any]:
         """Return the only running job, at once: its `result` waits for the end."""

@@ -161,10 +161,11 @@ class LoadingBackend(Protocol):
     def num_together(self) -> int:
         """Return how many processes can load at the same time, 1 if each has to load alone."""
 
-    def load_together(self, jobs: Sequence[Trial]) -> None:
-        """Load the processes of these trials, which are expected to be submitted in this order.
+    def load_together(self, jobs: Sequence[Trial], limit_seconds: float) -> None:
+        """Load the processes of these trials, which are expected to be submitted in this order, within `limit_seconds`.
 
-        Processes that were loaded before for other trials are ended.
+        Processes that were loaded before for other trials are ended. One that does not load starts once more when it is
+        submitted.
         """
 
 

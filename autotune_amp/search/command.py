@@ -210,8 +210,7 @@ class CommandSource(Source):
     ) -> WorkloadBackend:
         """Return a backend that starts the command for each trial.
 
-        Trials run one after the other, since they may write the same files. Raises `InvalidRequestError` if `slot` is
-        one of several.
+        Trials train one after the other. Raises `InvalidRequestError` if `slot` is one of several.
         """
         if slot is not None and slot.name is not None:
             raise InvalidRequestError(
@@ -229,6 +228,9 @@ class CommandSource(Source):
         """
         self.command.keep_in(folder)
         self._opened.keep_in(folder / "opened.json")
+
+    def notes(self) -> tuple[str, ...]:  # noqa: D102 - see Source
+        return self.command.notes()
 
     def leftovers(self) -> tuple[str, ...]:  # noqa: D102 - see Source
         return self.command.leftovers()

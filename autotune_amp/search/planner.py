@@ -114,8 +114,8 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
     `max_trials` limits the whole search, None for no limit. `similar_best` is the best setting of an earlier search for
     the same code with other options, or None. `are_trials_fresh`: each trial starts a process of its own, since the
     workload is a training command; so it counts as one of the runs that confirm the winner against the baseline in
-    rounds. `loads_together`: the processes for these rounds are started together and load at the same time. So many
-    fresh trials, `num_together`, are started together.
+    rounds. `loads_together`: the processes for these rounds are started together and load at the same time.
+    `num_together`: how many processes of fresh trials may load at the same time.
     """
 
     hardware: Hardware
@@ -396,8 +396,8 @@ class Planner:
         seconds = num_starts * (start / num_together + FORESEEN_SECONDS)
         at_a_time = "" if num_together == 1 else f", of which up to {num_together} load at the same time"
         return (
-            f"{forecast} That is {count(num_starts, 'start')} of the command{at_a_time}, about {duration(seconds)}, and "
-            "one for each other batch size."
+            f"{forecast} That is {count(num_starts, 'start')} of the command{at_a_time}, about {duration(seconds)}, "
+            "and one for each other batch size."
         )
 
     # -- shares of the time --------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -169,7 +170,7 @@ class Runner:
         watcher.progress.trial_started(number, job.candidate, _purpose(job), watcher.slot)
         started = self.planner.budget.elapsed()
         if foreseen:
-            self._load_together([job, *foreseen])
+            job = self._loaded(job, foreseen)
         left_seconds = max(0.0, self.planner.budget.left())
         handle = self._backend.submit(replace(job, loading_seconds=left_seconds), slot)
         if meter is not None:  # the slot's previous process has ended by now
@@ -216,13 +217,27 @@ class Runner:
         watcher.progress.trial_ended(record, self.ledger.best)
         return record
 
+    def update_planner(self) -> None:
+        """Tell the planner how many processes can load at the same time, which may be fewer than before."""
+        job_defaults = self.planner.job_defaults
+        if job_defaults.num_together > 1 and isinstance(self._backend, LoadingBackend):
+            self.planner.job_defaults = replace(job_defaults, num_together=self._backend.num_together)
+
     def end_loaded(self) -> None:
         """End the processes of trials that were foreseen and have not run."""
-        self._load_together([])
-
-    def _load_together(self, jobs: Sequence[Any]) -> None:
         if self.planner.job_defaults.num_together > 1 and isinstance(self._backend, LoadingBackend):
-            self._backend.load_together(jobs)
+            self._backend.load_together([], math.inf)
+
+    def _loaded(self, job: Trial | Check | ProfileJob, foreseen: Sequence[Trial]) -> Trial | Check | ProfileJob:
+        """Load the processes of a trial and of those that follow it; return it with the deadline left after that."""
+        if not isinstance(job, Trial) or not isinstance(self._backend, LoadingBackend):
+            return job
+        began = self.planner.budget.elapsed()
+        self._backend.load_together([job, *foreseen], max(0.0, self.planner.budget.left()))
+        if job.deadline_seconds is None:
+            return job
+        loading_seconds = self.planner.budget.elapsed() - began
+        return replace(job, deadline_seconds=max(0.0, job.deadline_seconds - loading_seconds))
 
 
 def run_stages(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
@@ -234,6 +249,7 @@ def run_stages(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
     stages_left = list(stages)
     try:
         while stages_left or runner.pending:
+            runner.update_planner()
             while (
                 runner.free_slots
                 and (job := runner.lost.pop(0) if runner.lost else _next_job(stages_left, runner)) is not None

@@ -348,7 +348,11 @@ class _Search:
             search_id=ledger.search_id,
             is_budget_spent=self._is_budget_spent or was_interrupted,
             warnings=tuple(self._warnings),
-            notes=(*self._notes, *(f"This recommendation cannot be cached: {part}." for part in fingerprint.unknown)),
+            notes=(
+                *self._notes,
+                *self._source.notes(),
+                *(f"This recommendation cannot be cached: {part}." for part in fingerprint.unknown),
+            ),
             files=self._source.leftovers(),
             load=load if self.devices.is_here else None,
         )

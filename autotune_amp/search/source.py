@@ -109,6 +109,10 @@ class Source:
         """Return the fingerprint extended by the files that trials read; unchanged unless the source is a command."""
         return fingerprint
 
+    def notes(self) -> tuple[str, ...]:
+        """Return sentences on how the trials ran, for the recommendation; none for a workload."""
+        return ()
+
     def leftovers(self) -> tuple[str, ...]:
         """Return sentences about files that trials wrote, and where they were moved."""
         return ()

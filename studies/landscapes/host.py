@@ -212,7 +212,7 @@ class HostBackend:
         """See `LoadingBackend`."""
         return self._host.num_together
 
-    def load_together(self, jobs: Sequence[Trial]) -> None:
+    def load_together(self, jobs: Sequence[Trial], limit_seconds: float) -> None:
         """See `LoadingBackend`: the clock moves by a start, however many they are."""
         self._processes.load_together([job for job in jobs if job.candidate not in self._described])
 

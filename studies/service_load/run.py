@@ -1,6 +1,6 @@
 """What clients that poll a service do to the search that it runs.
 
-Usage: run.py [SECONDS] runs one search of that budget (300), appends its steps to raw.jsonl and writes the table into
+Usage: run.py [SECONDS [terminal]] runs one search of that budget (300), appends its steps to raw.jsonl and writes the table into
 README.md; run.py table only does the latter. Clients poll every other half a second, so that each process of the
 search has steps with and without them; they and the service have the lowest priority.
 """
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from autotune_amp.service.server import lower_priority
 
 HERE = Path(__file__).parent
 RAW = HERE / "raw.jsonl"
@@ -112,7 +114,8 @@ def ask(method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, 
         return found
 
 
-def run(budget_seconds: float) -> dict[str, Any]:
+def run(budget_seconds: float, *, leads_session: bool) -> dict[str, Any]:
+    """Search with a service that leads a session, as under systemd, or does not, as from a terminal."""
     with tempfile.TemporaryDirectory(prefix="load-") as name:
         folder = Path(name)
         (folder / "train.py").write_text(WORKLOAD)
@@ -121,8 +124,10 @@ def run(budget_seconds: float) -> dict[str, Any]:
         steps.touch()
         command = [sys.executable, "-m", "autotune_amp", "serve", "--config", "serve.toml", "--json"]
         environment = {**os.environ, "SERVICE_LOAD_STEPS": str(steps)}
-        service = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
-        os.nice(19)  # after the service has started with its own priority
+        service = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=leads_session
+        )
+        lower_priority()  # of the clients, which stand for other machines
         try:
             assert service.stdout is not None
             url = json.loads(service.stdout.readline())["url"]
@@ -138,6 +143,7 @@ def run(budget_seconds: float) -> dict[str, Any]:
             service.wait()
         assert state["state"] == "done", state
         return {
+            "leads_session": leads_session,
             "cores": len(os.sched_getaffinity(0)),
             "load_average": os.getloadavg()[0],
             "num_clients": NUM_CLIENTS,
@@ -166,23 +172,43 @@ def split(text: str, phases: list[tuple[float, float]]) -> list[dict[str, list[f
 
 
 def table() -> str:
-    columns = ("run", "cores", "load", "clients", "answers", "answer, median", "the service's CPU for one", "processes")
+    columns = (
+        "run",
+        "leads a session",
+        "cores",
+        "load",
+        "clients",
+        "answers",
+        "answer, median",
+        "the service's CPU for one",
+        "processes",
+    )
     rows = [
         f"| {' | '.join(columns)} | steps with, without | change of the median step, 95 % |",
-        "|---" * 10 + "|",
+        "|---" * 11 + "|",
     ]
+    pooled = []
     for number, line in enumerate(RAW.read_text().splitlines(), start=1):
         run = json.loads(line)
         changes = [math.log(statistics.median(p["with"]) / statistics.median(p["without"])) for p in run["processes"]]
+        pooled += changes if run.get("leads_session") else []
         num = {kind: sum(len(p[kind]) for p in run["processes"]) for kind in ("with", "without")}
         cells = (
-            *(number, run["cores"], f"{run['load_average']:.1f}", run["num_clients"]),
+            *(
+                number,
+                "yes" if run.get("leads_session") else "no",
+                run["cores"],
+                f"{run['load_average']:.1f}",
+                run["num_clients"],
+            ),
             f"{run['num_answers']:,} of {run['num_requests']:,}",
             f"{1000 * statistics.median(run['answer_seconds']):.0f} ms",
             f"{1000 * run['service_cpu_seconds'] / run['num_answers']:.2f} ms",
             *(len(changes), f"{num['with']:,}, {num['without']:,}", interval(changes)),
         )
         rows.append(f"| {' | '.join(map(str, cells))} |")
+    together = ("all that lead a session", *[""] * 7, len(pooled), "", interval(pooled))
+    rows.append(f"| {' | '.join(map(str, together))} |")
     return "\n".join(rows)
 
 
@@ -197,7 +223,8 @@ def interval(changes: list[float]) -> str:
 
 def main() -> None:
     if sys.argv[1:] != ["table"]:
-        found = run(float(sys.argv[1]) if len(sys.argv) > 1 else 300.0)
+        seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 300.0
+        found = run(seconds, leads_session=sys.argv[2:] != ["terminal"])
         with RAW.open("a") as file:
             file.write(json.dumps(found) + "\n")
     readme = HERE / "README.md"

@@ -86,7 +86,7 @@ def test_a_search_of_a_command_confirms_what_it_recommends(tmp_path: Path) -> No
     with command_line(tmp_path) as cli:
         (tmp_path / "train.py").write_text(SCRIPT)
         line = (sys.executable, "train.py", "--batch", "{batch_size=64}", "--precision", "{precision=fp32}")
-        done = cli.search("--device", "cuda", "--trials", "3", "--budget", "100", "--", *line)
+        done = cli.search("--device", "cuda", "--trials", "3", "--budget", "250", "--", *line)
     assert done.code == 0, done.err
     document = done.document
     assert document["hardware"]["device"].startswith("cuda:")

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,11 +19,15 @@ from forked_python import ForkServer
 
 from autotune_amp.command import together
 from autotune_amp.command.backend import CommandBackend
+from autotune_amp.command.command import KEPT_LIST, Command, RunRequest
+from autotune_amp.command.leftovers import load_kept
 from autotune_amp.command.messages import Loaded
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import CommandRun, CompletedRun
-from autotune_amp.command.together import MAX_TOGETHER, num_fitting
+from autotune_amp.command.together import MAX_TOGETHER, RunsTogether, is_crowded, num_fitting
 from autotune_amp.command.verdict import RunState
+from autotune_amp.core.command_template import CommandTemplate
+from autotune_amp.core.errors import RunnerError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
@@ -174,6 +179,7 @@ def test_a_check_loads_both_of_its_runs_together(commands: Commands, monkeypatch
     assert isinstance(judged, Fidelity)
     assert judged.verdict != "unchecked", judged.reason
     assert [len(call.args[1]) for call in loaded.call_args_list] == [2]
+    assert commands.running() == set()
 
 
 def test_where_one_cannot_load_beside_another_each_loads_alone(commands: Commands) -> None:
@@ -240,20 +246,168 @@ def test_every_rank_of_a_launcher_waits_and_goes_on(commands: Commands) -> None:
 def test_the_time_in_which_a_run_waits_counts_for_no_deadline(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("import torch\n", "import torch\ntime.sleep(4)\n", 1))
     started = CommandRun([sys.executable, str(tmp_path / "train.py")], environment=os.environ, agent={}, is_held=True)
-    try:
-        until = time.monotonic() + 100
+    with closing(started):
+        began = time.monotonic()
         while (outcome := started.loading_outcome()) is None:
-            assert time.monotonic() < until
+            assert time.monotonic() < began + 100
             time.sleep(0.05)
+        loading_seconds = time.monotonic() - began
         assert outcome == "loaded"
-        time.sleep(1)
-        deadlines = Deadlines(whole_seconds=3.5, first_step_seconds=3.5)
+        time.sleep(6)
+        deadlines = Deadlines(whole_seconds=5.0, first_step_seconds=5.0)
         completed = started.measure(deadlines, lambda events: events.num_steps >= 2, Watcher())
-    finally:
-        started.close()
     assert completed.verdict == "measured"
     first = completed.events.ranks.popitem()[1].steps[0]
-    assert 4 < first.time - completed.began < first.time - completed.events.of(Loaded)[0].time + 100
+    loaded = completed.events.of(Loaded)[0]
+    assert first.time - loaded.time > 6
+    assert first.time - completed.began < loading_seconds + 5
+
+
+WORKER = """
+import time, torch
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4096
+    def __getitem__(self, index):
+        until = time.process_time() + (1.0 if 0 < index < 5 else 0.0)
+        while time.process_time() < until:
+            pass
+        return torch.ones(8)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for x in torch.utils.data.DataLoader(Data(), batch_size=1, num_workers=1):
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.real_time
+def test_a_run_whose_workers_still_fetch_has_not_loaded(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WORKER)
+    started = CommandRun([sys.executable, str(tmp_path / "train.py")], environment=os.environ, agent={}, is_held=True)
+    with closing(started):
+        until = time.monotonic() + 100
+        while started.loading_outcome() is None:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        quiet_at = time.monotonic()
+        completed = started.measure(Deadlines(), lambda events: events.num_steps >= 2, Watcher())
+    assert quiet_at - completed.events.of(Loaded)[0].time > 1.0, "two batches of a second each are fetched in advance"
+
+
+class Run:
+    """A run that loads at the call of this number, or never, and notes that it was closed."""
+
+    def __init__(self, at: int | None = 1, closing_raises: type[Exception] | None = None) -> None:
+        self._num_left = at
+        self._closing_raises = closing_raises
+        self.is_closed = False
+
+    def loading_outcome(self) -> str | None:
+        if self._num_left is None:
+            return None
+        self._num_left -= 1
+        return "loaded" if self._num_left <= 0 else None
+
+    def close(self) -> None:
+        self.is_closed = True
+        if self._closing_raises is not None:
+            raise self._closing_raises
+
+
+def holder(closed: Any = lambda _: None) -> Any:
+    found = RunsTogether(closed)
+    found.loading_seconds, found.num_fitting = 0.01, 4
+    return found
+
+
+def test_where_no_more_can_be_started_those_that_are_there_load() -> None:
+    runs, refused = [Run(), Run(3)], Mock(side_effect=RunnerError("no more processes", "Wait."))
+    loading = holder()
+    loading.load({0: lambda: runs[0], 1: lambda: runs[1], 2: refused, 3: refused}, Watcher(), 100.0)
+    assert [key in loading for key in range(4)] == [True, True, False, False]
+    assert refused.call_count == 1
+    with pytest.raises(RunnerError):
+        holder().load({0: refused}, Watcher(), 100.0)
+
+
+@pytest.mark.parametrize("patience", ["its own", "the search's"])
+def test_one_that_never_loads_is_closed_and_remembered(patience: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "_MIN_PATIENCE_SECONDS", 0.3 if patience == "its own" else 100.0)
+    runs = [Run(), Run(None)]
+    ended: list[Any] = []
+    loading = holder(ended.append)
+    loading.load({0: lambda: runs[0], 1: lambda: runs[1]}, Watcher(), 100.0 if patience == "its own" else 0.3)
+    assert (0 in loading, 1 in loading) == (True, False)
+    assert loading.unloaded == {1}
+    assert ended == [runs[1]]
+    assert [run.is_closed for run in runs] == [False, True]
+
+
+def test_all_are_closed_whatever_closing_one_raises() -> None:
+    runs = [Run(), Run(closing_raises=OSError), Run()]
+    loading = holder()
+    loading.load({number: lambda number=number: runs[number] for number in range(3)}, Watcher(), 100.0)
+    with pytest.raises(OSError):  # noqa: PT011 - it is the one above
+        loading.close()
+    assert all(run.is_closed for run in runs)
+    assert not len(loading)
+
+
+SHARING = """
+import os, pathlib, torch
+folder = pathlib.Path("runs")
+folder.mkdir(exist_ok=True)
+(folder / f"{os.getpid()}").mkdir()
+(folder / f"{os.getpid()}" / "log").write_text("started")
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for (x,) in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(4096, 8)), batch_size=8):
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_folder_that_several_have_written_into_is_gone_after_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SHARING)
+    command = Command(CommandTemplate.of([sys.executable, "train.py"]))
+    (tmp_path / "study").mkdir()
+    command.keep_in(tmp_path / "study")
+    monkeypatch.setattr(together, "num_fitting", lambda _: 3)
+    requests = [RunRequest.of(SETTINGS[0], round=number) for number in range(3)]
+
+    def run(request: RunRequest) -> None:
+        ended = command.run(request, Deadlines(), lambda events: events.num_steps >= 4, Watcher())
+        assert ended.verdict == "measured"
+
+    run(RunRequest.of(SETTINGS[0]))
+    command.load_together(requests, Watcher())
+    assert len(list((tmp_path / "runs").iterdir())) == 3
+    for request in requests[:2]:
+        run(request)
+    command.load_together([], Watcher())
+    assert not (tmp_path / "runs").exists()
+    assert len(list((tmp_path / "study/trial_leftovers/runs").iterdir())) == 4
+    assert command.stuck == ()
+
+
+def test_data_of_one_run_stay_known_after_another_that_began_before(tmp_path: Path) -> None:
+    command = Command(CommandTemplate.of(["python", "train.py"]))
+    command.keep_in(tmp_path)
+    data = tmp_path / "cache.bin"
+    data.write_text("data")
+    completed = completed_run(0)
+    command._learn(completed._replace(kept=(str(data),)))
+    command._learn(completed)
+    assert list(command.kept) == [str(data)]
+    assert load_kept(tmp_path / KEPT_LIST) == (str(data),)
+    data.unlink()
+    command._learn(completed)
+    assert not command.kept
 
 
 def completed_run(host_bytes: int, *loaded: tuple[int, int, int], peak: int | None = None) -> CompletedRun:
@@ -265,7 +419,8 @@ def completed_run(host_bytes: int, *loaded: tuple[int, int, int], peak: int | No
         events.add(said.step(rank, 1, reserved_memory_bytes=peak))
     for rank, (total, used, reserved) in enumerate(loaded):
         where: Any = {"pid": rank, "time": 1.0, "rank": rank, "world": world, "local_rank": rank}
-        events.add(Loaded(**where, total_bytes=total, used_bytes=used, reserved_bytes=reserved))
+        device = "cuda" if total else "cpu"
+        events.add(Loaded(**where, device=device, total_bytes=total, used_bytes=used, reserved_bytes=reserved))
     state = RunState(seconds=5.0, seconds_since_step=0.0, memory_bytes=host_bytes)
     return CompletedRun(0.0, events, state, "measured")
 
@@ -296,3 +451,16 @@ def test_as_many_fit_as_cores_and_memory_allow(
     monkeypatch.setattr(host, "available_memory_bytes", lambda: free_bytes)
     monkeypatch.setattr(host, "container_memory", lambda: None)
     assert num_fitting(completed) == number
+
+
+@pytest.mark.parametrize(
+    ("peak", "num_held", "is_near"),
+    [(60 * GIB, 7, False), (75 * GIB, 7, True), (75 * GIB, 0, False)],
+    ids=["room", "near", "alone"],
+)
+def test_a_run_near_the_limit_may_have_been_slowed_by_those_that_wait(
+    peak: int, num_held: int, *, is_near: bool
+) -> None:
+    completed = completed_run(GIB, (80 * GIB, GIB, 0), peak=int(peak / 1.25))
+    assert is_crowded(completed, num_held) == is_near
+    assert not is_crowded(completed_run(GIB), num_held), "on a CPU the host's limit is lower by what they hold"

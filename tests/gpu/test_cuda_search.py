@@ -41,7 +41,7 @@ def searched(shared_once: SharedOnce) -> tuple[dict[str, Any], list[dict[str, An
     def search(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         with command_line(folder) as cli:
             target = cli.write("train.py", WORKLOAD)
-            options = ("--batch-size", "64:512", "--effective-batch-size", "free", "--budget", "100")
+            options = ("--batch-size", "64:512", "--effective-batch-size", "free", "--budget", "180")
             done = cli.search(target, "--device", "cuda", *options)
         assert done.code == 0, done.err
         lines = (folder / "studies/train/outcomes.jsonl").read_text().splitlines()

@@ -143,8 +143,10 @@ def test_a_fork_builds_unless_the_build_is_shared() -> None:
     assert seconds == pytest.approx(FORK_SECONDS + step_seconds(found))
 
 
-def test_every_run_of_a_command_is_a_start_and_so_are_its_checks() -> None:
-    played = Played(Host(START, BUILD, is_command=True), "kept")
+@pytest.mark.parametrize(("num_cores", "num_starts"), [(1, 2), (2, 1)])
+def test_every_run_of_a_command_is_a_start_and_so_are_its_checks(num_cores: int, num_starts: int) -> None:
+    """The two runs of a check load together where there is a core for each."""
+    played = Played(Host(START, BUILD, is_command=True, num_cores=num_cores), "kept")
     for _ in range(2):
         found, start_seconds, seconds = played.run(trial())
         assert start_seconds is None
@@ -152,7 +154,21 @@ def test_every_run_of_a_command_is_a_start_and_so_are_its_checks() -> None:
         assert seconds == pytest.approx(step_seconds(found))
     found, _, seconds = played.run(FIDELITY)
     assert isinstance(found, Fidelity)
-    assert seconds > 2 * (START + BUILD)
+    assert num_starts * (START + BUILD) < seconds < (num_starts + 1) * (START + BUILD)
+
+
+def test_runs_of_a_command_that_load_together_cost_one_start() -> None:
+    played = Played(Host(START, BUILD, is_command=True, num_cores=2), "kept")
+    trials = [trial(round=number) for number in range(3)]
+    before = played.budget.now
+    played.backend.load_together(trials, 100.0)
+    assert played.budget.now - before == START + BUILD
+    for spec, is_loaded in zip(trials, (True, True, False), strict=True):
+        played.backend.load_together([spec, *trials], 100.0) if is_loaded else None
+        before = played.budget.now
+        found = played.backend.submit(spec).result()
+        assert isinstance(found, Measurement)
+        assert (played.budget.now - before < START) == is_loaded
 
 
 def test_a_job_s_clock_starts_when_its_process_is_ready() -> None:
@@ -329,16 +345,19 @@ def test_a_search_on_a_busy_cpu_is_soon_over(fastest: Precision, is_command: boo
 
 
 @pytest.mark.parametrize(
-    ("budget_seconds", "runs"),
+    ("num_cores", "budget_seconds", "runs"),
     [
-        (75.0, ["fp32", "bf16", "check", "bf16"]),
-        (85.0, ["fp32", "bf16", "check", "fp32", "bf16"]),
-        (110.0, ["fp32", "bf16", "check", "fp32", "bf16", "bf16", "fp32"]),
-        (None, ["fp32", "bf16", "check", "fp32", "bf16", "bf16", "fp32"]),
+        (1, 75.0, ["fp32", "bf16", "check", "bf16"]),
+        (1, 85.0, ["fp32", "bf16", "check", "fp32", "bf16"]),
+        (1, 110.0, ["fp32", "bf16", "check", "fp32", "bf16", "bf16", "fp32"]),
+        (1, None, ["fp32", "bf16", "check", "fp32", "bf16", "bf16", "fp32"]),
+        (16, 75.0, ["fp32", "bf16", "check", "fp32", "bf16", "bf16", "fp32"]),
     ],
 )
-def test_what_a_command_is_run_as_with_eleven_seconds_a_start(budget_seconds: float | None, runs: list[str]) -> None:
-    """What described it are the first two."""
+def test_what_a_command_is_run_as_with_eleven_seconds_a_start(
+    num_cores: int, budget_seconds: float | None, runs: list[str]
+) -> None:
+    """What described it are the first two. With a core for each, the last four load together."""
     shape = Shape(
         "gpt, 32 ms a step",
         lambda precision, size: 0.002 + (0.030 if precision == "fp32" else 0.010) * size / 8,
@@ -349,7 +368,9 @@ def test_what_a_command_is_run_as_with_eleven_seconds_a_start(budget_seconds: fl
         device="cuda",
         update_seconds=0.001,
     )
-    found = search_on(ClosedForm(shape, 0.0), Host(11.0, 0.0, is_command=True), 0, budget_seconds or 600.0)
+    found = search_on(
+        ClosedForm(shape, 0.0), Host(11.0, 0.0, is_command=True, num_cores=num_cores), 0, budget_seconds or 600.0
+    )
     assert found is not None
     made = ["check" if r.purpose == "fidelity" else r.candidate.precision for _, r in found.records]
     assert made == runs

@@ -19,8 +19,12 @@ from autotune_amp.core.outcome import Outcome
 from autotune_amp.processes.local import LoadingBackend
 from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.planner import MIN_ROUNDS
+from autotune_amp.search.run import run_stages
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.confirm import ConfirmationRounds
+from autotune_amp.search.stages.explore import exploration_stages
+from autotune_amp.search.stages.foreseen import foreseen_trials
+from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
 
 SIZES = (8, 16, 32, 64)
@@ -52,9 +56,11 @@ class Loading(ScriptedBackend):
         self.waiting: list[Key] = []
         self.waves: list[list[Key]] = []
         self.was_loaded: list[bool] = []
+        self.limits_seconds: list[float] = []
         self.last_asked: Sequence[Trial] | None = None
 
-    def load_together(self, jobs: Sequence[Trial]) -> None:
+    def load_together(self, jobs: Sequence[Trial], limit_seconds: float) -> None:
+        self.limits_seconds.append(limit_seconds)
         self.last_asked = jobs
         keys = [key(job) for job in jobs]
         if not keys:
@@ -94,6 +100,48 @@ def test_a_search_that_loads_them_together_runs_the_same_trials() -> None:
         assert 1 < len(wave) <= 4
         assert len(set(wave)) == len(wave)
     assert backend.last_asked == [], "what was foreseen and not run is ended"
+
+
+def test_loading_takes_no_longer_than_the_budget_and_from_the_deadline_of_its_trial() -> None:
+    search, backend = searched(4)
+    search.measure(FP32)
+    backend.limits_seconds.clear()
+    load_together = backend.load_together
+
+    def load(jobs: Sequence[Trial], limit_seconds: float) -> None:
+        load_together(jobs, limit_seconds)
+        if jobs:
+            search.budget.now += 30.0
+
+    backend.load_together = load  # type: ignore[method-assign]
+    runner = search.runner()
+    trial = runner.planner.trial(search.ledger, BF16, 100.0)
+    left_seconds = search.budget.left()
+    runner.start(trial, backend.slots[0], [runner.planner.trial(search.ledger, candidate("tf32", 8), 100.0)])
+    assert backend.limits_seconds == [pytest.approx(left_seconds)]
+    assert backend.specs[-1].deadline_seconds == pytest.approx((trial.deadline_seconds or 0.0) - 30.0)
+
+
+def test_once_runs_can_no_longer_load_together_the_planner_knows() -> None:
+    search, backend = searched(4)
+    search.measure(FP32)
+    backend.num_together = 1
+    runner = search.runner()
+    assert runner.planner.job_defaults.num_together == 4
+    list(run_stages([ConfirmationRounds(Shortlist(BF16, None, FP32), {})], runner))
+    assert runner.planner.job_defaults.num_together == 1
+    assert not backend.waves
+
+
+def test_what_is_foreseen_fixes_nothing_in_the_planner() -> None:
+    search, _ = searched(4)
+    search.measure(FP32, BF16)
+    planner = search.planner
+    trial = planner.trial(search.ledger, candidate("tf32", 8), 100.0)
+    with Study.open("sqlite://", "scripted", search.ledger) as study:
+        stages = exploration_stages(study)
+        assert len(foreseen_trials(stages, search.ledger, planner, trial)) == 3
+    assert planner._num_rounds is None
 
 
 def test_without_room_nothing_is_foreseen() -> None:

@@ -121,7 +121,7 @@ class Observer:
         self.passes.watch()
         self.passes.on_outermost += [
             lambda module: self.modules.setdefault(id(module), weakref.ref(module)),
-            self._report_loaded,
+            lambda module: self._report_loaded(module.parameters),
         ]
         before_step, after_step = self.channel.shield(self._before_step), self.channel.shield(self._after_step)
         hooks = [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
@@ -152,12 +152,16 @@ class Observer:
         _hook_scaler(self)
         deepspeed_engine.watch(self)
 
-    def _report_loaded(self, _: Any) -> None:
-        """Report at the first call that what comes before training is done, and wait if this process is held."""
+    def _report_loaded(self, parameters: Any) -> None:
+        """Report at the first call that what comes before training is done, and wait if this process is held.
+
+        `parameters` returns the trained parameters.
+        """
         if self._is_loaded:
             return
         self._is_loaded = True
-        self.channel.send("loaded", **_device_memory(), **where.rank())
+        device = next((p.device for p in parameters() if p.device.type != "cpu"), torch.device("cpu"))
+        self.channel.send("loaded", device=device.type, **_device_memory(device), **where.rank())
         if self.is_held:
             self.channel.wait_for_go()
 
@@ -188,7 +192,8 @@ class Observer:
         self._running_step_frame, self._num_nested = _step_frame(), 0
         if self.ignores_steps:
             return None
-        self._report_loaded(optimizer)
+        if not self._is_loaded:  # no module has run
+            self._report_loaded(lambda: [p for group in optimizer.param_groups for p in group["params"]])
         if self.scaler_depth:
             self.index_of(optimizer)  # DeepSpeed takes its parameters away after the step
         if self.diagnosis is not None:
@@ -430,15 +435,18 @@ def _free_memory_share() -> float | None:
     return min(free, total - torch.cuda.max_memory_reserved()) / total
 
 
-def _device_memory() -> dict[str, int]:
-    """Return the bytes of the current CUDA device's memory: in all, in use by all processes, and reserved by this one.
+def _device_memory(device: torch.device) -> dict[str, int]:
+    """Return the bytes of a CUDA device's memory: in all, in use by all processes, and reserved by this one.
 
-    Empty if this process has not used CUDA.
+    Empty for another device, or if the device has failed.
     """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not type it
+    if device.type != "cuda":
         return {}
-    free, total = torch.cuda.mem_get_info()
-    return {"total_bytes": total, "used_bytes": total - free, "reserved_bytes": torch.cuda.memory_reserved()}
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError:
+        return {}
+    return {"total_bytes": total, "used_bytes": total - free, "reserved_bytes": torch.cuda.memory_reserved(device)}
 
 
 def _report_process(channel: Channel) -> None:

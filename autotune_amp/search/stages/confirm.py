@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from msgspec.structs import replace
 
-from autotune_amp.core.outcome import Measurement, Purpose
+from autotune_amp.core.outcome import Failure, Measurement, Purpose
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.gains import gain_and_rounds_to_settle
 from autotune_amp.search.ledger import Ledger, Shortlist
@@ -67,6 +67,8 @@ class ConfirmationRounds:
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """Return the next confirmation run, or None once the time or the rounds are used up."""
         job_defaults = planner.job_defaults
+        if job_defaults.num_together == 1 or (ledger.records and isinstance(ledger.records[-1].outcome, Failure)):
+            self._loaded_runs = []  # after a failure, what waited was ended
         if not self._num_rounds_started:
             if not self._is_environment_worth(ledger, planner):
                 self._environment = {}
@@ -156,7 +158,8 @@ class ConfirmationRounds:
             ConfirmationRun(self._contenders.winner, "confirm", {}),
             ConfirmationRun(self._contenders.baseline, "confirm", {}),
         ]
-        seconds = num_rounds * self._round_seconds(runs, ledger, planner)
+        num_starts = math.ceil(planner.job_defaults.num_starts(len(runs)))  # a further round loads by itself
+        seconds = num_rounds * planner.runs_seconds(ledger, [run.setting for run in runs], num_starts)
         return num_rounds > len(self._rounds_left) or gain < planner.min_gain(seconds)
 
     def _is_loaded_together(self, ledger: Ledger, planner: Planner, number: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -35,6 +36,7 @@ def foreseen_trials(
         return []
     if stages and isinstance(stages[0], ConfirmationRounds):
         return stages[0].foreseen_trials(ledger, planner)
+    planner = copy.copy(planner)  # what it fixes at its first call is not fixed by what is only expected
     trials = [job]
     for stage in stages:
         if not isinstance(stage, _SettingStage):
