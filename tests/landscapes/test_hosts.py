@@ -164,7 +164,6 @@ def test_runs_of_a_command_that_load_together_cost_one_start() -> None:
     played.backend.load_together(trials, 100.0)
     assert played.budget.now - before == START + BUILD
     for spec, is_loaded in zip(trials, (True, True, False), strict=True):
-        played.backend.load_together([spec, *trials], 100.0) if is_loaded else None
         before = played.budget.now
         found = played.backend.submit(spec).result()
         assert isinstance(found, Measurement)
