@@ -1,8 +1,9 @@
 """What clients that poll a service do to the search that it runs.
 
 Usage: run.py [SECONDS [terminal]] runs one search of that budget (300), appends its steps to raw.jsonl and writes the
-table into README.md; run.py table only does the latter. Clients poll every other half a second, so that each process of the
-search has steps with and without them; they and the service have the lowest priority.
+table into README.md; run.py table only does the latter. With "terminal" the service leads no session. Clients poll
+every other half a second, so that each process of the search has steps with and without them; they and the service
+have the lowest priority.
 """
 
 from __future__ import annotations
