@@ -192,7 +192,7 @@ class Command:
     def _learn(self, completed: CompletedRun) -> None:
         """Keep what the run tells about the files that it created and read."""
         self.kept = existing_outermost({*self.kept, *completed.kept})  # also of runs that began when there were fewer
-        if self._kept_list is not None:
+        if self._kept_list is not None and self.kept != completed.kept:  # the run has written its own
             save_kept(self._kept_list, self.kept)
         self.stuck = (*self.stuck, *completed.stuck)
         self.opened(
