@@ -144,8 +144,10 @@ class CommandBackend(WorkloadBackend):
     def load_together(self, jobs: Sequence[Trial], limit_seconds: float = math.inf) -> None:
         """Start the runs of these trials, which wait to train until they are submitted; see `LoadingBackend`.
 
-        A trial whose run was made by `_describe` is left out.
+        Nothing is started if the run of the first was made by `_describe`; the others are loaded with a later trial.
         """
+        if jobs and self._reusable_run(jobs[0]) is not None:
+            return
         requests = [self._request_of(trial) for trial in jobs if self._reusable_run(trial) is None]
         self._command.load_together(requests, self._watcher, limit_seconds)
 

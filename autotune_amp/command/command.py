@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from autotune_amp.command.leftovers import FOLDER, existing_outermost, leftover_notes, load_kept, save_kept
+from autotune_amp.command.leftovers import FOLDER, existing_outermost, leftover_notes, load_kept
 from autotune_amp.command.messages import Error
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import TRIAL_DIR, CommandRun, CompletedRun
-from autotune_amp.command.together import RunsTogether, is_crowded
+from autotune_amp.command.together import RunsTogether, is_crowded, num_fitting
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.errors import RunnerError
 from autotune_amp.core.job import Deadlines
@@ -87,7 +87,7 @@ class Command:
         self.opened: Callable[[Sequence[str]], object] = lambda _: None
         self._kept_list: Path | None = None
         self._created_folders: set[str] = set()  # by runs; one that is left may have held files of another run
-        self._together = RunsTogether(self._clear)
+        self._together = RunsTogether(self._learn_files)
 
     def run(
         self,
@@ -109,13 +109,13 @@ class Command:
             whole_seconds = None if until == math.inf else max(0.0, until - time.monotonic())
             limit_bytes = memory_limit_bytes
             if limit_bytes is not None:  # it is the host's, which the runs that wait use too
-                limit_bytes = max(0, limit_bytes - self._together.resident_bytes())
+                limit_bytes = max(0, limit_bytes - self._together.held_bytes())
             with closing(started):
                 completed = started.measure(
                     replace(deadlines, whole_seconds=whole_seconds), is_enough, watcher, limit_bytes
                 )
-            self._clear(started)
-            self._learn(completed)
+            self._learn_files(started)
+            self._learn_opened(completed)
             _raise_if_agent_failed(completed.events)
             return completed
 
@@ -126,27 +126,20 @@ class Command:
         num_held = len(self._together)
         is_alone = loaded is None and not num_held
         completed = measured(loaded or self._start(request))
-        if not is_alone and self._may_be_caused_by_others(completed, num_held, until - time.monotonic()):
-            has_failed = isinstance(completed.verdict, Failure)
+        if not is_alone and _may_be_caused_by_others(completed, num_held):
+            verdict = completed.verdict
+            if until - time.monotonic() < (self._together.loading_seconds or 0.0):
+                return completed if verdict == "measured" else completed._replace(verdict=_unclear(verdict))
+            has_failed = isinstance(verdict, Failure)
             self._together.close()
             completed = measured(self._start(request))
+            if not has_failed:
+                self._together.limit_to(num_fitting(completed))
         if has_failed and not isinstance(completed.verdict, Failure):
             self._together.end()
         elif is_alone:
             self._together.observe(completed)
         return completed
-
-    def _may_be_caused_by_others(self, completed: CompletedRun, num_held: int, left_seconds: float) -> bool:
-        """Whether the outcome of a run that trained while `num_held` others waited may differ from that of one alone,
-        which there is time to find out.
-        """
-        loading_seconds = self._together.loading_seconds
-        if loading_seconds is None or left_seconds < loading_seconds:
-            return False
-        verdict = completed.verdict
-        if isinstance(verdict, Failure):
-            return verdict.kind != "timeout" or not completed.events.num_steps
-        return is_crowded(completed, num_held)
 
     @property
     def num_together(self) -> int:
@@ -189,12 +182,8 @@ class Command:
             is_held=is_held,
         )
 
-    def _learn(self, completed: CompletedRun) -> None:
-        """Keep what the run tells about the files that it created and read."""
-        self.kept = existing_outermost({*self.kept, *completed.kept})  # also of runs that began when there were fewer
-        if self._kept_list is not None and self.kept != completed.kept:  # the run has written its own
-            save_kept(self._kept_list, self.kept)
-        self.stuck = (*self.stuck, *completed.stuck)
+    def _learn_opened(self, completed: CompletedRun) -> None:
+        """Report the files of code and settings that a run read."""
         self.opened(
             [
                 path
@@ -203,10 +192,18 @@ class Command:
             ]
         )
 
-    def _clear(self, ended: CommandRun) -> None:
-        """Remove the empty folders that runs have created, once none waits that may have files in them."""
+    def _learn_files(self, ended: CommandRun) -> None:
+        """Keep what a run tells about the files that it created.
+
+        Folders that it created stay for the runs that wait, which may write into them; empty ones go with the last.
+        """
+        self.stuck = (*self.stuck, *ended.stuck)
+        self.kept = existing_outermost({*self.kept, *ended.kept}.difference(self.stuck))
         self._created_folders.update(ended.created_folders)
         if len(self._together):
+            for path in self._created_folders:
+                with suppress(OSError):
+                    Path(path).mkdir(parents=True, exist_ok=True)
             return
         for path in sorted(self._created_folders.difference(self.kept), reverse=True):  # the inner ones first
             with suppress(OSError):  # it has been moved, or is in use
@@ -216,7 +213,7 @@ class Command:
     def notes(self) -> tuple[str, ...]:
         """Return sentences for the user on how the runs were made."""
         if self._together.has_ended:
-            return ("A run failed while others waited beside it, and succeeded alone: later runs loaded alone.",)
+            return ("A run failed beside others that loaded with it, and succeeded alone: later runs loaded alone.",)
         return ()
 
     def leftovers(self) -> tuple[str, ...]:
@@ -230,6 +227,20 @@ class Command:
         """
         self._kept_list, self.aside = folder / KEPT_LIST, folder.absolute() / FOLDER
         self.kept = load_kept(self._kept_list)
+
+
+def _may_be_caused_by_others(completed: CompletedRun, num_held: int) -> bool:
+    """Whether the outcome of a run that trained while `num_held` others waited may differ from that of one alone."""
+    verdict = completed.verdict
+    if isinstance(verdict, Failure):
+        return verdict.kind != "timeout" or not completed.events.num_steps
+    return is_crowded(completed, num_held)
+
+
+def _unclear(failure: Failure) -> Failure:
+    """Return the failure of a run beside others for which there is no time to run alone: it says nothing about it."""
+    message = f"it failed beside others that waited, and there is no time to run it alone: {failure.message}"
+    return Failure(kind="timeout", message=message, details=failure.details, is_loading=True)
 
 
 def _raise_if_agent_failed(events: RunEvents) -> None:

@@ -125,8 +125,12 @@ def _relative(path: str) -> str:
     return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
 
 
-def save_kept(path: Path, kept: Iterable[str]) -> None:
-    """Write the paths of data that stay to the JSON file `path`, each with its `_state`, to recognise later changes."""
+def save_kept(path: Path, kept: Iterable[str], stuck: Iterable[str] = ()) -> None:
+    """Add the paths of data that stay to the JSON file `path`, each with its `_state`, to recognise later changes.
+
+    Runs that load together end one after the other, each with the data that it knows. `stuck` paths are removed.
+    """
+    kept = existing_outermost({*load_kept(path), *kept}.difference(stuck))
     files = {str(file): _state(file) for each in kept for file in (Path(each), *sorted(Path(each).rglob("*")))}
     write_atomically(path, json.dumps(files, indent=1))
 
@@ -138,7 +142,7 @@ def clear_up(created_list: str, aside: str, memory: str, began: float) -> None:
     The keeper of a command calls it if the search was killed. Data written since `began` (seconds since the
     epoch) are moved too, as they may be incomplete.
     """
-    save_kept(Path(memory), set_aside(Path(created_list), Path(aside), began)[0])
+    save_kept(Path(memory), *set_aside(Path(created_list), Path(aside), began))
 
 
 CLEAR_UP = clear_up.__module__, clear_up.__name__

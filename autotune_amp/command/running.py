@@ -22,13 +22,12 @@ from typing import Any, Literal, NamedTuple
 import psutil
 from msgspec.structs import replace
 
-from autotune_amp.command.advice import with_advice
 from autotune_amp.command.leftovers import CLEAR_UP, read_entries, save_kept, set_aside, write_kept
 from autotune_amp.command.listening import Listener
 from autotune_amp.command.messages import Hello, Loaded, Refused
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.startable import require_startable
-from autotune_amp.command.verdict import RunState, verdict
+from autotune_amp.command.verdict import RunState, verdict, with_advice
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.interruption import heed
@@ -97,7 +96,7 @@ class CommandRun:
         self._is_running = False
         self.kept: tuple[str, ...] = ()
         self.created_folders: tuple[str, ...] = ()  # outside of its own folder; they may hold files of other runs
-        self._stuck: tuple[str, ...] = ()
+        self.stuck: tuple[str, ...] = ()
         writable = [self._folder] if output is None else [self._folder, output.parent]
         guarded = {"free": list(map(str, writable)), "made": str(self._made_list), "opened": str(self._opened_list)}
         settings = {"folder": str(output or self._folder), "guard": guarded, "is_held": is_held, **agent}
@@ -128,9 +127,9 @@ class CommandRun:
         """
         return self._processes.loading_outcome()
 
-    def resident_bytes(self) -> int:
-        """Return the resident memory of all processes of the run."""
-        return self._processes.resident_bytes()
+    def held_bytes(self) -> int:
+        """Return the host's memory that the run's processes use, in bytes. Reading it delays them."""
+        return self._processes.held_bytes()
 
     def measure(
         self,
@@ -141,7 +140,7 @@ class CommandRun:
     ) -> CompletedRun:
         """Let the run train, receive its messages until `verdict` returns a result, then kill all its processes.
 
-        The deadlines of a run that was held count as if it had loaded just now.
+        For a run that was held, `whole_seconds` counts from now, and the first step is due as if it had just loaded.
         """
         if self._is_held:
             deadlines = _plus(deadlines, self._processes.go())
@@ -151,7 +150,7 @@ class CommandRun:
             watcher.ending()
             self._end()
         opened = tuple(dict.fromkeys(read_entries(self._opened_list)))
-        return completed._replace(kept=self.kept, stuck=self._stuck, opened=opened)
+        return completed._replace(kept=self.kept, stuck=self.stuck, opened=opened)
 
     def close(self) -> None:
         """Kill all processes of the run, and remove its folder."""
@@ -168,9 +167,9 @@ class CommandRun:
         finally:  # also after a second Ctrl-C
             created = [entry[1:] for entry in read_entries(self._made_list) if entry[0] == "-"]
             self.created_folders = tuple(path for path in created if Path(path).is_dir())
-            self.kept, self._stuck = set_aside(self._made_list, self._aside, self._processes.data_until)
+            self.kept, self.stuck = set_aside(self._made_list, self._aside, self._processes.data_until)
             if self._memory is not None:
-                save_kept(self._memory, self.kept)
+                save_kept(self._memory, self.kept, self.stuck)
 
 
 def run(
@@ -238,30 +237,32 @@ class _CommandProcesses:
         found = verdict(self._events, state, Deadlines(), is_enough=False, memory_limit_bytes=None)
         if isinstance(found, Failure):
             return found
-        num_loaded = len({loaded.pid for loaded in self._events.of(Loaded)})
-        self._is_waiting = num_loaded >= self._events.world and self._is_quiet()
+        ranks = {loaded.pid: loaded.world for loaded in self._events.of(Loaded)}
+        has_all_ranks = len(ranks) >= max(self._events.world, *ranks.values(), 1)
+        self._is_waiting = has_all_ranks and self._is_quiet()
         return "loaded" if self._is_waiting else None
 
     def _is_quiet(self) -> bool:
         """Whether the processes have hardly computed since a call at least `_QUIET_SECONDS` ago."""
-        now, cpu_seconds = time.monotonic(), _total(self._program.processes(), _cpu_seconds)
-        since, cpu_seconds_then = self._computed_before or (now, cpu_seconds)
-        if now - since >= _QUIET_SECONDS or self._computed_before is None:
-            self._computed_before = now, cpu_seconds
-        return now - since >= _QUIET_SECONDS and cpu_seconds - cpu_seconds_then < _QUIET_SHARE * (now - since)
+        before, now = self._computed_before, time.monotonic()
+        if before is not None and now - before[0] < _QUIET_SECONDS:
+            return False
+        self._computed_before = now, _total(self._program.processes(), _cpu_seconds)
+        if before is None:
+            return False
+        seconds, cpu_seconds = now - before[0], self._computed_before[1] - before[1]
+        return 0 <= cpu_seconds < _QUIET_SHARE * seconds  # negative if a process has ended meanwhile
 
-    def resident_bytes(self) -> int:
-        """See `CommandRun.resident_bytes`."""
-        return int(_total(self._program.processes(), _resident_bytes))
+    def held_bytes(self) -> int:
+        """See `CommandRun.held_bytes`."""
+        return int(_total(self._program.processes(), _proportional_bytes))
 
     def go(self) -> float:
         """Let the held processes train, and return the seconds in which they had loaded.
 
         From now on the run counts as begun that long ago: the time in which it was held is left out.
         """
-        loaded = self._events.first(Loaded)
-        assert loaded is not None
-        loading_seconds = loaded.time - self._began
+        loading_seconds = max(loaded.time for loaded in self._events.of(Loaded)) - self._began
         self._began = time.monotonic() - loading_seconds
         self._num_kills_before = num_oom_kills()
         self._is_waiting = False

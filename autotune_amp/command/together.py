@@ -7,7 +7,7 @@ alone, so it measures what a run by itself does.
 
 from __future__ import annotations
 
-import os
+import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import ExitStack
@@ -17,6 +17,7 @@ from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import CommandRun, CompletedRun
 from autotune_amp.core.errors import RunnerError
 from autotune_amp.core.outcome import Failure
+from autotune_amp.core.text import count
 from autotune_amp.hardware import host
 from autotune_amp.interruption import heed
 from autotune_amp.processes.process import TICK_SECONDS, Watcher
@@ -34,7 +35,7 @@ def num_fitting(completed: CompletedRun) -> int:
     One of them trains, and the others hold what they have loaded.
     """
     events = completed.events
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = int(min(host.num_cpus(), host.container_cpus() or math.inf))
     container = host.container_memory()
     free_bytes = host.available_memory_bytes()
     if container is not None:
@@ -93,7 +94,7 @@ class RunsTogether:
             self.num_fitting = num_fitting(completed)
 
     def load(self, starts: Mapping[Hashable, Callable[[], CommandRun]], watcher: Watcher, limit_seconds: float) -> None:
-        """Start these runs, given by key, and wait until they have loaded. Other runs that were held are closed.
+        """Start these runs, given by key, as far as they are not there, and wait until they have loaded. Close others.
 
         One that fails to load beside the others, or not within `limit_seconds`, is closed, and its key is in `unloaded`
         from then on.
@@ -105,13 +106,14 @@ class RunsTogether:
         loading: dict[Hashable, CommandRun] = {}
         for key, start in starts.items():
             if key not in self._runs:
+                self.unloaded.discard(key)
                 try:
                     self._runs[key] = loading[key] = start()
                 except (RunnerError, RuntimeError, OSError):  # no more processes or threads: fewer load together
                     if not loading:
                         raise
                     break
-        watcher.activity(f"loading {len(loading)} runs of the command together")
+        watcher.activity(f"loading {count(len(loading), 'run')} of the command together")
         while loading:
             heed()
             watcher.tick()
@@ -130,9 +132,9 @@ class RunsTogether:
     def __len__(self) -> int:
         return len(self._runs)
 
-    def resident_bytes(self) -> int:
-        """Return the resident memory of all runs that wait."""
-        return sum(run.resident_bytes() for run in self._runs.values())
+    def held_bytes(self) -> int:
+        """Return the host's memory that all runs that wait use, in bytes."""
+        return sum(run.held_bytes() for run in self._runs.values())
 
     def take(self, key: Hashable) -> CommandRun | None:
         """Remove and return a run; None if it was not loaded."""
@@ -141,6 +143,10 @@ class RunsTogether:
     def close(self) -> None:
         """End all runs that wait."""
         self._close(list(self._runs))
+
+    def limit_to(self, number: int) -> None:
+        """Let at most this many runs load at the same time from now on."""
+        self.num_fitting = min(self.num_fitting, number)
 
     def end(self) -> None:
         """Let each run load alone from now on."""

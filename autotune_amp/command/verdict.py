@@ -1,5 +1,5 @@
 """Verdict on a run of a command: measured, failed, or still running. Collects the evidence of its processes for
-`judge`. Pure.
+`judge`, and adds advice to a failure. Pure.
 """
 
 from __future__ import annotations
@@ -19,13 +19,21 @@ from autotune_amp.core.outcome import Failure
 from autotune_amp.core.text import count
 from autotune_amp.processes.ranks import failure_of_rank
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
-from autotune_amp.trial.judge import RaisedError, RunEvidence, causing_failure, judge
+from autotune_amp.trial.judge import RaisedError, RunEvidence, causing_failure, judge, printed_error
 
 # Errors that launchers raise when a rank fails: reported only if no rank sent its own error.
 _LAUNCHER_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
 _TAIL_CHARACTERS = 8000  # of the output that is shown with a failure
 # After this time without `Hello`, no agent is in the command: a Python process with the agent sends it on startup.
 UNOBSERVED_SECONDS = 10.0
+_ADVICE_BY_PATTERN = {
+    r"address already in use|EADDRINUSE": (
+        "Its port is taken. Give each run a port of its own, as in `--master_port {port}`, or torchrun --standalone."
+    ),
+    r"EOFError: EOF when reading a line": (
+        "It reads from standard input, which is empty in a trial. Give the value as an argument."
+    ),
+}
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +83,20 @@ def verdict(
             details="Train with a class of torch.optim: its steps are measured.",
         )
     return _timeout_failure(events, state, deadlines)
+
+
+def with_advice(failure: Failure) -> Failure:
+    """Return the failure with the error from the command's output added to its message and, if the cause is known, the
+    next step added before the output in its details.
+    """
+    details = failure.details or ""
+    if failure.kind == "crash":
+        error_text = printed_error(details)
+        failure = replace(failure, message=f"{failure.message}: {error_text[:300]}" if error_text else failure.message)
+    for pattern, step in _ADVICE_BY_PATTERN.items():
+        if re.search(pattern, f"{failure.message}\n{details}", re.IGNORECASE):
+            return replace(failure, details=f"{step}\n{details}".rstrip())
+    return failure
 
 
 def _refusal_failure(refused: Refused) -> Failure:

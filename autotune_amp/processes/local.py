@@ -164,8 +164,8 @@ class LoadingBackend(Protocol):
     def load_together(self, jobs: Sequence[Trial], limit_seconds: float) -> None:
         """Load the processes of these trials, which are expected to be submitted in this order, within `limit_seconds`.
 
-        Processes that were loaded before for other trials are ended. One that does not load starts once more when it is
-        submitted.
+        Nothing is done if the first has been loaded; else processes that were loaded for other trials are ended. One
+        that does not load starts once more when it is submitted.
         """
 
 

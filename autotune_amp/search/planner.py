@@ -154,7 +154,7 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
     def num_starts(self, num_runs: int) -> float:
         """Return the number of process starts that runs of one confirmation round take.
 
-        It is a fraction if more processes load together than the round has runs.
+        Runs that load together share one, so it may be a fraction.
         """
         return min(1, num_runs) if self.shares_processes else num_runs / self.num_together
 
@@ -275,6 +275,9 @@ class Planner:
         # A run that was measured already while describing a command has a record without time.
         timed_records = [r for r in records if r.seconds > _start_seconds(r)]
         seconds = [r.seconds - _start_seconds(r) - (ending_seconds(r) or 0.0) for r in timed_records]
+        if self.job_defaults.num_together > 1:  # the seconds of one record may have the start of several in them
+            outcomes = [r.outcome for r in records if isinstance(r.outcome, Measurement)]
+            seconds = [m.num_steps_taken * m.step_seconds for m in outcomes if m.num_steps_taken]
         if seconds:
             return fmean(seconds)
         outcome = ledger.outcomes.get(setting)

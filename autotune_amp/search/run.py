@@ -233,7 +233,8 @@ class Runner:
         if not isinstance(job, Trial) or not isinstance(self._backend, LoadingBackend):
             return job
         began = self.planner.budget.elapsed()
-        self._backend.load_together([job, *foreseen], max(0.0, self.planner.budget.left()))
+        limit_seconds = min(self.planner.budget.left(), job.deadline_seconds or math.inf)
+        self._backend.load_together([job, *foreseen], max(0.0, limit_seconds))
         if job.deadline_seconds is None:
             return job
         loading_seconds = self.planner.budget.elapsed() - began

@@ -214,7 +214,8 @@ class HostBackend:
 
     def load_together(self, jobs: Sequence[Trial], limit_seconds: float) -> None:
         """See `LoadingBackend`: the clock moves by a start, however many they are."""
-        self._processes.load_together([job for job in jobs if job.candidate not in self._described])
+        if not jobs or jobs[0].candidate not in self._described:
+            self._processes.load_together([job for job in jobs if job.candidate not in self._described])
 
     @property
     def abilities(self) -> frozenset[Ability]:

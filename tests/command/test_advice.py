@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import said
 
-from autotune_amp.command.advice import with_advice
 from autotune_amp.command.messages import Refused
-from autotune_amp.command.verdict import UNOBSERVED_SECONDS, RunState, verdict
+from autotune_amp.command.verdict import UNOBSERVED_SECONDS, RunState, verdict, with_advice
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 

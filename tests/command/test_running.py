@@ -170,7 +170,7 @@ def test_a_search_that_is_killed_where_a_run_begins_leaves_no_folder(tmp_path: P
     (tmp_path / "train.py").write_text("open('was started', 'w')\n")
     search = f"""
 import os, signal, subprocess, sys
-from autotune_amp.command.command import Command
+from autotune_amp.command.command import Command, RunRequest
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.setting import Setting
@@ -185,7 +185,8 @@ def killed(*args, **named):
 if {what!r} == "check":
     program.temporary_folder().__enter__()
 line = CommandTemplate.of([sys.executable, "train.py", "{{trial_dir}}"])
-Command(line).run(Setting(precision="fp32", batch_size=1), Deadlines(), lambda _: False, Watcher())
+request = RunRequest.of(Setting(precision="fp32", batch_size=1))
+Command(line).run(request, Deadlines(), lambda _: False, Watcher())
 """
     environment = {**os.environ, "TMPDIR": str(temporary)}
     done = subprocess.run([sys.executable, "-c", search], cwd=tmp_path, env=environment, check=False)

@@ -17,10 +17,11 @@ from described_commands import described, fidelity, local_backend, trial
 from forked_programs import forked_programs
 from forked_python import ForkServer
 
+from autotune_amp.command import command as command_module
 from autotune_amp.command import together
 from autotune_amp.command.backend import CommandBackend
 from autotune_amp.command.command import KEPT_LIST, Command, RunRequest
-from autotune_amp.command.leftovers import load_kept
+from autotune_amp.command.leftovers import load_kept, save_kept
 from autotune_amp.command.messages import Loaded
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import CommandRun, CompletedRun
@@ -309,6 +310,8 @@ class Run:
         self._num_left -= 1
         return "loaded" if self._num_left <= 0 else None
 
+    kept = stuck = created_folders = ()
+
     def close(self) -> None:
         self.is_closed = True
         if self._closing_raises is not None:
@@ -397,17 +400,77 @@ def test_a_folder_that_several_have_written_into_is_gone_after_the_last(
 
 def test_data_of_one_run_stay_known_after_another_that_began_before(tmp_path: Path) -> None:
     command = Command(CommandTemplate.of(["python", "train.py"]))
-    command.keep_in(tmp_path)
     data = tmp_path / "cache.bin"
     data.write_text("data")
-    completed = completed_run(0)
-    command._learn(completed._replace(kept=(str(data),)))
-    command._learn(completed)
+    for kept in ((str(data),), ()):
+        command._learn_files(Mock(kept=kept, stuck=(), created_folders=()))
+        save_kept(tmp_path / KEPT_LIST, kept)
     assert list(command.kept) == [str(data)]
     assert load_kept(tmp_path / KEPT_LIST) == (str(data),)
-    data.unlink()
-    command._learn(completed)
+    command._learn_files(Mock(kept=(), stuck=(str(data),), created_folders=()))
+    save_kept(tmp_path / KEPT_LIST, (), [str(data)])
     assert not command.kept
+    assert not load_kept(tmp_path / KEPT_LIST)
+
+
+class Measured(Run):
+    """A run that is measured, as given."""
+
+    def __init__(self, completed: CompletedRun) -> None:
+        super().__init__()
+        self._completed = completed
+
+    def held_bytes(self) -> int:
+        return GIB
+
+    def measure(self, deadlines: Deadlines, is_enough: Any, watcher: Watcher, limit_bytes: int | None) -> CompletedRun:
+        self.limit_bytes = limit_bytes
+        return self._completed
+
+
+OOM = Failure(kind="oom", message="out of memory")
+
+
+@pytest.mark.parametrize(
+    ("beside", "alone", "seconds", "expected", "num_left"),
+    [
+        (OOM, "measured", 100.0, "measured", 1),
+        (OOM, OOM, 100.0, OOM, 4),
+        (OOM, "measured", 5.0, "timeout", 4),
+        ("measured", "measured", 100.0, "measured", 4),
+        ("crowded", "measured", 100.0, "measured", 2),
+        ("crowded", "measured", 5.0, "crowded", 4),
+    ],
+    ids=["because of others", "by itself", "no time", "well", "near the limit", "near the limit and no time"],
+)
+def test_what_others_may_have_caused_is_measured_again_alone_if_there_is_time(
+    beside: Any, alone: Any, seconds: float, expected: Any, num_left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "num_fitting", lambda _: 2)
+    monkeypatch.setattr(command_module, "num_fitting", lambda _: 2)
+    command = Command(CommandTemplate.of(["python", "train.py"]))
+    command._together.loading_seconds, command._together.num_fitting = 20.0, 4
+    crowded = completed_run(GIB, (80 * GIB, GIB, 0), peak=64 * GIB)
+    outcomes = {
+        name: crowded if name == "crowded" else completed_run(GIB)._replace(verdict=name) for name in (beside, alone)
+    }
+    held, waiting, again = (Measured(outcomes[name]) for name in (beside, alone, alone))
+    starts = iter([held, waiting, again])
+    monkeypatch.setattr(command, "_start", lambda *_, **__: next(starts))
+    requests = [RunRequest.of(setting) for setting in SETTINGS]
+    command.load_together(requests, Watcher())
+    found = command.run(
+        requests[0], Deadlines(whole_seconds=seconds), lambda _: True, Watcher(), memory_limit_bytes=5 * GIB
+    )
+    assert held.limit_bytes == 4 * GIB, "less what the one that waits has"
+    if isinstance(found.verdict, Failure) and expected == "timeout":
+        assert found.verdict.is_loading
+        assert "out of memory" in found.verdict.message
+    else:
+        assert found is (crowded if expected == "crowded" else found)
+        assert found.verdict == ("measured" if expected == "crowded" else expected)
+    assert command.num_together == num_left
+    assert bool(command.notes()) == (num_left == 1)
 
 
 def completed_run(host_bytes: int, *loaded: tuple[int, int, int], peak: int | None = None) -> CompletedRun:
@@ -450,6 +513,7 @@ def test_as_many_fit_as_cores_and_memory_allow(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     monkeypatch.setattr(host, "available_memory_bytes", lambda: free_bytes)
     monkeypatch.setattr(host, "container_memory", lambda: None)
+    monkeypatch.setattr(host, "container_cpus", lambda: None)
     assert num_fitting(completed) == number
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from msgspec.structs import replace
 
-from autotune_amp.core.outcome import Failure, Measurement, Purpose
+from autotune_amp.core.outcome import Failure, Measurement, Purpose, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.gains import gain_and_rounds_to_settle
 from autotune_amp.search.ledger import Ledger, Shortlist
@@ -67,8 +67,9 @@ class ConfirmationRounds:
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """Return the next confirmation run, or None once the time or the rounds are used up."""
         job_defaults = planner.job_defaults
-        if job_defaults.num_together == 1 or (ledger.records and isinstance(ledger.records[-1].outcome, Failure)):
-            self._loaded_runs = []  # after a failure, what waited was ended
+        has_failed = bool(ledger.records) and isinstance(ledger.records[-1].outcome, Failure)
+        if has_failed or job_defaults.num_together < len(self._loaded_runs):
+            self._loaded_runs = []  # what waited was ended
         if not self._num_rounds_started:
             if not self._is_environment_worth(ledger, planner):
                 self._environment = {}
@@ -113,7 +114,7 @@ class ConfirmationRounds:
         )
 
     def foreseen_trials(self, ledger: Ledger, planner: Planner) -> list[Trial]:
-        """Return the trials that follow the one that `next` has returned, as far as it is decided that they run.
+        """Return the trials that probably follow the one that `next` has returned.
 
         As many as can load together with that one; none if its process is loaded already.
         """
@@ -121,7 +122,9 @@ class ConfirmationRounds:
         if run in self._loaded_runs:
             return []
         contenders = [run for run in self._planned_runs if run.purpose == "confirm"]
-        others += [(number, run) for number in self._rounds_left if number < MIN_ROUNDS for run in contenders]
+        done = [(r.round, ConfirmationRun(r.candidate, _purpose_of(r), r.environment)) for r in ledger.records]
+        later = [(number, run) for number in self._rounds_left if number < MIN_ROUNDS for run in contenders]
+        others += [each for each in later if each not in done]
         self._loaded_runs = [run, *others][: planner.job_defaults.num_together]
         return [
             _confirming_trial(
@@ -134,7 +137,7 @@ class ConfirmationRounds:
         """Return the planned runs of this round that have not run yet on the slot of the round's last run."""
         records_of_round = [r for r in ledger.records if r.round == self._round]
         records_on_slot = [r for r in records_of_round if r.slot == records_of_round[-1].slot]
-        done = [(r.candidate, "confirm" if is_confirming(r) else r.purpose, r.environment) for r in records_on_slot]
+        done = [(r.candidate, _purpose_of(r), r.environment) for r in records_on_slot]
         return [run for run in self._planned_runs if run not in done]
 
     def _is_environment_worth(self, ledger: Ledger, planner: Planner) -> bool:
@@ -193,6 +196,11 @@ class ConfirmationRounds:
         """Return the seconds left for the workload's evaluation and checkpoint, within `ENDING_SHARE` of the budget."""
         share = ENDING_SHARE * planner.budget.seconds if planner.job_defaults.description.has_ending else 0.0
         return max(0.0, share - sum(ending_seconds(r) or 0.0 for r in ledger.records))
+
+
+def _purpose_of(record: Record) -> Purpose:
+    """Return the purpose of a record, "confirm" for a trial of the search that counts as a confirmation run."""
+    return "confirm" if is_confirming(record) else record.purpose
 
 
 def is_runner_up_worth(ledger: Ledger, planner: Planner, shortlist: Shortlist) -> bool:

@@ -14,6 +14,8 @@ from autotune_amp.search.stages.pending import ledger_with_predicted
 from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
 
+LOADING_STARTS = 2.0  # time for so many starts alone is needed to load several processes together
+
 
 @runtime_checkable
 class _SettingStage(Protocol):
@@ -33,6 +35,8 @@ def foreseen_trials(
     """
     num_together = planner.job_defaults.num_together
     if num_together == 1 or not isinstance(job, Trial):
+        return []
+    if job.deadline_seconds is not None and job.deadline_seconds < LOADING_STARTS * planner.start_seconds(ledger):
         return []
     if stages and isinstance(stages[0], ConfirmationRounds):
         return stages[0].foreseen_trials(ledger, planner)
