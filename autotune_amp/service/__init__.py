@@ -7,7 +7,4 @@
 * `searching`: each search is a process, `autotune-amp search`, which ends with the service.
 * `runs`: the training runs that post their metrics by the sink `http()`, and their pages.
 * `app`: the routes. `server`: the socket and the signals. `client`: the other side, without further packages.
-
-The service has the lowest priority, so that clients cost the searches nothing. Where Linux shares the processors among
-sessions, that holds if it leads one: start it by systemd or `setsid`.
 """

@@ -7,7 +7,7 @@ import platform
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -39,27 +39,14 @@ class Service(uvicorn.Server):
 
     def serve_forever(self) -> None:
         """Answer requests until Ctrl-C or SIGTERM, then pass the signal on to the handler that was there before."""
-        if sys.platform == "linux":
-            lower_priority()
+        if sys.platform == "linux":  # where this is the priority of this thread and those that it starts
+            os.nice(_LOWEST_PRIORITY)
         self.run([self._listener])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal."""
         self._searches.is_stopping = True
         super().handle_exit(sig, frame)
-
-
-def lower_priority() -> None:
-    """Give this thread, and those that it starts, the lowest priority on Linux.
-
-    Where the kernel shares the processors among sessions ("autogroup", see sched(7)), a priority holds only within a
-    session. A process that leads one, as under systemd or setsid, therefore lowers that of its session too. Trials run
-    in sessions of their own.
-    """
-    os.nice(_LOWEST_PRIORITY)
-    if os.getsid(0) == os.getpid():
-        with suppress(OSError):  # the kernel has no such groups
-            Path("/proc/self/autogroup").write_text(str(_LOWEST_PRIORITY))
 
 
 @contextmanager

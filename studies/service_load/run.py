@@ -1,9 +1,9 @@
 """What clients that poll a service do to the search that it runs.
 
-Usage: run.py [SECONDS [terminal]] runs one search of that budget (300), appends its steps to raw.jsonl and writes the
-table into README.md; run.py table only does the latter. With "terminal" the service leads no session. Clients poll
-every other half a second, so that each process of the search has steps with and without them; they and the service
-have the lowest priority.
+Usage: run.py [SECONDS [lowered]] runs one search of that budget (300), appends its steps to raw.jsonl and writes the
+table into README.md; run.py table only does the latter. With "lowered" the service's session has the lowest
+priority. Clients poll every other half a second, so that each process of the search has steps with and without them;
+they have the lowest priority.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
-from autotune_amp.service.server import lower_priority
 
 HERE = Path(__file__).parent
 RAW = HERE / "raw.jsonl"
@@ -102,7 +100,7 @@ async def poll_while_running(url: str, id_: str) -> tuple[list[tuple[float, floa
 
         await asyncio.gather(*map(client, range(NUM_CLIENTS)))
         phases.append((begin, time.monotonic()))
-        await asyncio.sleep(PHASE_SECONDS)
+        await asyncio.sleep(phases[-1][1] - begin)  # as long as that, which is more than PHASE_SECONDS for slow clients
         if ask("GET", f"{url}/searches/{id_}")["state"] not in ("queued", "running"):
             return phases, seconds
 
@@ -115,8 +113,18 @@ def ask(method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, 
         return found
 
 
-def run(budget_seconds: float, *, leads_session: bool) -> dict[str, Any]:
-    """Search with a service that leads a session, as under systemd, or does not, as from a terminal."""
+def lower_priority(pid: int) -> None:
+    """Give the lowest priority to a process, and to its session, among which Linux may share the processors.
+
+    See sched(7), "The autogroup feature": a nice value holds only within a session.
+    """
+    os.setpriority(os.PRIO_PROCESS, pid, 19)
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/autogroup").write_text("19")
+
+
+def run(budget_seconds: float, *, is_lowered: bool) -> dict[str, Any]:
+    """Search with a service whose session has the lowest priority too, or has that of every other session."""
     with tempfile.TemporaryDirectory(prefix="load-") as name:
         folder = Path(name)
         (folder / "train.py").write_text(WORKLOAD)
@@ -126,12 +134,14 @@ def run(budget_seconds: float, *, leads_session: bool) -> dict[str, Any]:
         command = [sys.executable, "-m", "autotune_amp", "serve", "--config", "serve.toml", "--json"]
         environment = {**os.environ, "SERVICE_LOAD_STEPS": str(steps)}
         service = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=leads_session
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
-        lower_priority()  # of the clients, which stand for other machines
+        lower_priority(os.getpid())  # of the clients, which stand for other machines
         try:
             assert service.stdout is not None
             url = json.loads(service.stdout.readline())["url"]
+            if is_lowered:
+                lower_priority(service.pid)
             body = {"target": "mlp", "options": {**OPTIONS, "budget": budget_seconds}}
             id_ = ask("POST", f"{url}/searches", body)["id"]
             cpu = psutil.Process(service.pid).cpu_times()
@@ -144,7 +154,7 @@ def run(budget_seconds: float, *, leads_session: bool) -> dict[str, Any]:
             service.wait()
         assert state["state"] == "done", state
         return {
-            "leads_session": leads_session,
+            "is_lowered": is_lowered,
             "cores": len(os.sched_getaffinity(0)),
             "load_average": os.getloadavg()[0],
             "num_clients": NUM_CLIENTS,
@@ -175,7 +185,7 @@ def split(text: str, phases: list[tuple[float, float]]) -> list[dict[str, list[f
 def table() -> str:
     columns = (
         "run",
-        "leads a session",
+        "session lowered",
         "cores",
         "load",
         "clients",
@@ -188,16 +198,17 @@ def table() -> str:
         f"| {' | '.join(columns)} | steps with, without | change of the median step, 95 % |",
         "|---" * 11 + "|",
     ]
-    pooled = []
+    pooled: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for number, line in enumerate(RAW.read_text().splitlines(), start=1):
         run = json.loads(line)
-        changes = [math.log(statistics.median(p["with"]) / statistics.median(p["without"])) for p in run["processes"]]
-        pooled += changes if run.get("leads_session") else []
+        is_lowered = run["is_lowered"] if "is_lowered" in run else run.get("leads_session") is not None
+        changes = [change_of(process) for process in run["processes"]]
+        pooled[is_lowered] += changes
         num = {kind: sum(len(p[kind]) for p in run["processes"]) for kind in ("with", "without")}
         cells = (
             *(
                 number,
-                "yes" if run.get("leads_session") else "no",
+                "yes" if is_lowered else "no",
                 run["cores"],
                 f"{run['load_average']:.1f}",
                 run["num_clients"],
@@ -208,16 +219,26 @@ def table() -> str:
             *(len(changes), f"{num['with']:,}, {num['without']:,}", interval(changes)),
         )
         rows.append(f"| {' | '.join(map(str, cells))} |")
-    together = ("all that lead a session", *[""] * 7, len(pooled), "", interval(pooled))
-    rows.append(f"| {' | '.join(map(str, together))} |")
+    for is_lowered, changes in pooled.items():
+        together = ("all", "yes" if is_lowered else "no", *[""] * 6, len(changes), "", interval(changes))
+        rows.append(f"| {' | '.join(map(str, together))} |")
     return "\n".join(rows)
 
 
-def interval(changes: list[float]) -> str:
-    """The mean change in percent with its interval, of changes as logarithms."""
+def change_of(process: dict[str, list[float]]) -> tuple[float, float]:
+    """The change of the median step of a process, as a logarithm, and its weight, which grows with the steps seen."""
+    change = math.log(statistics.median(process["with"]) / statistics.median(process["without"]))
+    return change, 1 / sum(1 / len(steps) for steps in process.values())
+
+
+def interval(changes: list[tuple[float, float]]) -> str:
+    """The weighted mean change in percent with its interval, of changes as logarithms with their weights."""
     if len(changes) < 2:
         return "too few processes"
-    mean, error = statistics.mean(changes), 1.96 * statistics.stdev(changes) / math.sqrt(len(changes))
+    total = sum(weight for _, weight in changes)
+    mean = sum(weight * change for change, weight in changes) / total
+    variance = sum((weight * (change - mean)) ** 2 for change, weight in changes) / total**2
+    error = 1.96 * math.sqrt(variance * len(changes) / (len(changes) - 1))
     low, mid, high = (100 * math.expm1(value) for value in (mean - error, mean, mean + error))
     return f"{mid:+.1f} % ({low:+.1f} to {high:+.1f})"
 
@@ -225,7 +246,7 @@ def interval(changes: list[float]) -> str:
 def main() -> None:
     if sys.argv[1:] != ["table"]:
         seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 300.0
-        found = run(seconds, leads_session=sys.argv[2:] != ["terminal"])
+        found = run(seconds, is_lowered=sys.argv[2:] == ["lowered"])
         with RAW.open("a") as file:
             file.write(json.dumps(found) + "\n")
     readme = HERE / "README.md"
