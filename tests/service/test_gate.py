@@ -71,9 +71,10 @@ class Served:
     def send(self, *parts: bytes) -> tuple[int, dict[str, str], bytes]:
         """Send a request as it is, in these parts, and return status, headers and body; 0 for a closed connection."""
         with socket.create_connection(self.address, timeout=30) as connection:
-            for part in parts:
-                connection.sendall(part)
             answer = b""
+            with contextlib.suppress(ConnectionError):  # it is closed while this still sends
+                for part in parts:
+                    connection.sendall(part)
             with contextlib.suppress(ConnectionError):
                 while data := connection.recv(1 << 16):
                     answer += data
