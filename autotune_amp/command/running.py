@@ -172,20 +172,6 @@ class CommandRun:
                 save_kept(self._memory, self.kept, self.stuck)
 
 
-def run(
-    arguments: Sequence[str],
-    *,
-    deadlines: Deadlines,
-    is_enough: Callable[[RunEvents], bool],
-    watcher: Watcher,
-    memory_limit_bytes: int | None = None,
-    **how: Any,
-) -> CompletedRun:
-    """Start the command, as `CommandRun` does with the arguments in `how`, and measure it at once."""
-    with contextlib.closing(CommandRun(arguments, **how)) as started:
-        return started.measure(deadlines, is_enough, watcher, memory_limit_bytes)
-
-
 class _CommandProcesses:
     """Processes of one run, with the threads that receive their messages and output."""
 
@@ -309,9 +295,9 @@ class _CommandProcesses:
 
         That is its first optimizer step, else its start. A run that waits to train has completed its data: it is now.
         """
-        steps = [rank.steps[0].time for rank in self._events.ranks.values() if rank.steps]
         if self._is_waiting:
             return time.time()
+        steps = [rank.steps[0].time for rank in self._events.ranks.values() if rank.steps]
         return time.time() - (time.monotonic() - min(steps, default=self._began))
 
     def _receive_messages(self, seconds: float) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from typing import Any
 
-from autotune_amp.command.running import CompletedRun, run
+from autotune_amp.command.running import CommandRun, CompletedRun
 from autotune_amp.core.job import Deadlines
 from autotune_amp.processes.local import TRIAL_ENVIRONMENT
 from autotune_amp.processes.process import Watcher
+
+_MEASURING = ("deadlines", "is_enough", "watcher", "memory_limit_bytes")  # arguments of `CommandRun.measure`
 
 
 def run_command(
@@ -22,4 +25,7 @@ def run_command(
         "is_enough": lambda heard: heard.num_steps >= num_steps,
         "watcher": Watcher(),
     }
-    return run(arguments, **{**usual, **how})
+    given = {**usual, **how}
+    limits = {name: given.pop(name) for name in _MEASURING if name in given}
+    with closing(CommandRun(arguments, **given)) as started:
+        return started.measure(**limits)

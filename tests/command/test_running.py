@@ -129,7 +129,7 @@ import os, time
 from pathlib import Path
 from autotune_amp.core.job import Deadlines
 from autotune_amp.processes.process import Watcher
-from autotune_amp.command.running import run
+from autotune_amp.command.running import CommandRun
 class Forks(Watcher):
     def tick(self):
         if Path("holder").exists():
@@ -138,9 +138,9 @@ class Forks(Watcher):
             Path("holder").write_text(str(holder))
         else:  # holds open whatever the parent has open
             time.sleep(1000)
-run(["bash", "train.sh"], environment=os.environ, agent={{}}, deadlines=Deadlines(whole_seconds=1000.0),
-    is_enough=lambda _: False, watcher=Forks(), output=Path({str(other / "agent")!r}),
-    memory=Path("made.json"), aside=Path("aside").absolute())
+started = CommandRun(["bash", "train.sh"], environment=os.environ, agent={{}}, output=Path({str(other / "agent")!r}),
+                     memory=Path("made.json"), aside=Path("aside").absolute())
+started.measure(Deadlines(whole_seconds=1000.0), lambda _: False, Forks())
 """
     process = subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path)
     until = time.monotonic() + GONE_SECONDS

@@ -148,7 +148,7 @@ class ConfirmationRounds:
         winner, _, baseline = self._contenders
         if winner != baseline or not ledger.is_by_throughput:
             return True
-        num_starts = 1 / planner.job_defaults.num_together
+        num_starts = planner.job_defaults.num_starts(1)
         return planner.min_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [winner], num_starts)) < MIN_GAIN
 
     def _should_stop(self, ledger: Ledger, planner: Planner) -> bool:
