@@ -30,7 +30,7 @@ import hypothesis
 import numpy as np
 import psutil
 import pytest
-from forked_python import ForkServer
+from forked_python import ForkServer, forked_programs
 from ray_nodes import RayCluster
 
 if TYPE_CHECKING:
@@ -153,6 +153,16 @@ def fork_server() -> Iterator[ForkServer]:
     standing.add(server.pid)
     yield server
     server.close()
+
+
+@pytest.fixture(scope="module")
+def forked_processes(fork_server: ForkServer) -> Iterator[None]:
+    """Processes that trials, checks and commands run in are forks of one that has torch, for a module's tests.
+
+    What those start themselves, as a launcher does its ranks, are processes of their own.
+    """
+    with forked_programs(fork_server):
+        yield
 
 
 families: set[int] = set()  # numbers of processes that, with all their children, serve tests until the session ends

@@ -1,6 +1,6 @@
 """A keeper in a process forked by `forked_python`; a program of Python that it keeps is a fork of it.
 
-Run by `forked_programs` as a program: with the environment as JSON, then a keeper's own arguments. All but the start of
+Run by `forked_python` as a program: with the environment as JSON, then a keeper's own arguments. All but the start of
 the program is the real keeper's.
 """
 

@@ -3,7 +3,7 @@
 A program sees its own arguments, folder, environment, session, standard streams and exit handlers, and the
 `sitecustomize` on the path that its environment names; the kernel shows its marks in its environment. What happens
 before `import torch` is left out, and what only the start of an interpreter reads, such as PYTHONHASHSEED, is the
-server's. Linux alone.
+server's. The keepers and probes that `autotune_amp` starts in it are forks, too. Linux alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -36,6 +38,7 @@ PRELOADED = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "numpy", "optuna", "sqlalchemy"),
     *("cloudpickle", "msgspec", "psutil", "rich", "typer"),
 )
+KEEPER = str(Path(__file__).with_name("forked_keeper.py"))
 MARKS, MARK_LENGTH = ("AUTOTUNE_AMP_PROCESS", "AUTOTUNE_AMP_TEST_MARK"), 32
 MAX_REQUEST_BYTES, READY = 1 << 17, b"ready"
 
@@ -67,6 +70,17 @@ class ForkedProcess:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def __enter__(self) -> ForkedProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
+    def communicate(self, input: None = None, timeout: float | None = None) -> tuple[None, None]:  # noqa: A002
+        """Wait for the end of a process without pipes."""
+        self.wait(timeout)
+        return input, None
+
     def _ended_within(self, seconds: float | None) -> int | None:
         with self._lock:
             if self.returncode is None and select.select([self._status], [], [], seconds)[0]:
@@ -75,24 +89,20 @@ class ForkedProcess:
         return self.returncode
 
 
-class ForkServer:
-    """A process that has imported torch and starts each program that it is asked for as a fork of itself."""
+class Forks:
+    """Starts programs as forks of the process at the other end of a channel."""
 
-    def __init__(self) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
         self._lock = threading.Lock()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **dict.fromkeys(MARKS, "0" * MARK_LENGTH)},
-                stdin=subprocess.DEVNULL,
-            )
-        assert self._channel.recv(100) == READY, "the fork server did not start"  # imports are no program's time
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    @classmethod
+    @contextlib.contextmanager
+    def connected(cls, address: Any) -> Iterator[Forks]:
+        """Connect to the fork server at that address."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+            channel.connect(address)
+            yield cls(channel)
 
     def popen(
         self,
@@ -160,13 +170,74 @@ class ForkServer:
                 texts.append(stream.read())
         return subprocess.CompletedProcess([sys.executable, *arguments], process.wait(), *texts)
 
+    def popen_keeper(self, command: Sequence[str], *, env: Mapping[str, str], **streams: Any) -> ForkedProcess:
+        """Start a keeper as a fork, by the command that starts one; the Python program that it keeps is one, too."""
+        _, _, _, *arguments = command  # Python, its option, the keeper's file
+        del streams["start_new_session"]  # each fork has one
+        own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return self.popen([KEEPER, json.dumps(dict(env)), *arguments], env=own, **streams)
+
+
+def forking_popen(connect: Callable[[], AbstractContextManager[Forks]]) -> Any:
+    """Return a `subprocess.Popen` that starts the keepers and probes of `autotune_amp` as forks, all else as ever."""
+
+    class Popen(subprocess.Popen):  # type: ignore[type-arg] # generic for a type checker alone
+        def __new__(cls, command: Any, *arguments: Any, **options: Any) -> Any:
+            parts: list[Any] = [command] if isinstance(command, str | bytes | os.PathLike) else list(command)
+            is_keeper = parts[1:2] == ["-I"] and str(parts[2]).endswith("/processes/keeper.py")
+            is_probe = parts[1:3] == ["-m", "autotune_amp.hardware.measuring"]
+            if not is_keeper and not is_probe:
+                return super().__new__(cls)
+            with connect() as forks:
+                return forks.popen_keeper(parts, **options) if is_keeper else forks.popen(parts[1:], **options)
+
+    return Popen
+
+
+class ForkServer(Forks):
+    """A process that has imported torch and starts each program that it is asked for as a fork of itself."""
+
+    def __init__(self) -> None:
+        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(channel)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **dict.fromkeys(MARKS, "0" * MARK_LENGTH)},
+                stdin=subprocess.DEVNULL,
+            )
+        assert channel.recv(100) == READY, "the fork server did not start"  # imports are no program's time
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def close(self) -> None:
         self._channel.close()
         self._process.wait(60)
 
 
+@contextlib.contextmanager
+def forked_programs(server: ForkServer) -> Iterator[None]:
+    """Fork the keepers and probes that this process starts meanwhile."""
+    popen = subprocess.Popen
+    subprocess.Popen = forking_popen(lambda: contextlib.nullcontext(server))  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        subprocess.Popen = popen  # type: ignore[misc]
+
+
 def _serve(channel: socket.socket, mark_addresses: dict[str, int]) -> None:
-    """Fork for each request and answer with the number of the fork; write its exit status to the pipe it came with."""
+    """Fork for each request and answer with the number of the fork; write its exit status to the pipe it came with.
+
+    Requests come from the channel, until it is closed, and from forks, which connect.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(f"\0forked_python-{os.getpid()}")  # a name without a file
+    listener.listen()
+    channels = {channel.fileno(): channel}
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
@@ -174,7 +245,11 @@ def _serve(channel: socket.socket, mark_addresses: dict[str, int]) -> None:
     channel.send(READY)
     running: dict[int, tuple[int, int]] = {}  # a process's number and the pipe for its status, by its pidfd
     while True:
-        for ready in select.select([channel.fileno(), *running], [], [])[0]:
+        for ready in select.select([listener.fileno(), *channels, *running], [], [])[0]:
+            if ready == listener.fileno():
+                accepted, _ = listener.accept()
+                channels[accepted.fileno()] = accepted
+                continue
             if ready in running:
                 pid, status = running.pop(ready)
                 with contextlib.suppress(BrokenPipeError):  # nobody waits for it
@@ -182,20 +257,35 @@ def _serve(channel: socket.socket, mark_addresses: dict[str, int]) -> None:
                 os.close(status)
                 os.close(ready)
                 continue
-            request, descriptors, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 5)
+            request, descriptors, _, _ = _received(channels[ready])
             if not request:
-                return
+                if channels[ready] is channel:
+                    return
+                channels.pop(ready).close()
+                continue
             pid = os.fork()
             if pid == 0:
-                channel.close()
+                address = listener.getsockname()
+                for each in (listener, *channels.values()):
+                    each.close()
                 for descriptor, (_, status) in running.items():
                     os.close(descriptor)
                     os.close(status)
+                subprocess.Popen = forking_popen(partial(Forks.connected, address))  # type: ignore[misc]
                 _become(descriptors, mark_addresses, **json.loads(request))
             running[os.pidfd_open(pid)] = pid, descriptors.pop()
             for descriptor in descriptors:
                 os.close(descriptor)
-            channel.send(str(pid).encode())
+            with contextlib.suppress(BrokenPipeError):  # a fork that has ended
+                channels[ready].send(str(pid).encode())
+
+
+def _received(channel: socket.socket) -> tuple[bytes, list[int], int, Any]:
+    """Return a request with its descriptors, as `socket.recv_fds` does; an empty one where the other end is gone."""
+    try:
+        return socket.recv_fds(channel, MAX_REQUEST_BYTES, 5)
+    except ConnectionResetError:
+        return b"", [], 0, None
 
 
 def _become(

@@ -26,7 +26,10 @@ def saved(folder: Path, study: str = "quiet-otter") -> Path:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", ["show", "show --json", "export --to env", "--help", "probe --json"])
+@pytest.mark.parametrize(
+    "arguments",
+    ["show", "show --json", "export --to env", "--help", pytest.param("probe --json", marks=pytest.mark.slow)],
+)
 def test_output_that_cannot_be_written_is_one_error(tmp_path: Path, arguments: str, unbuffered: str) -> None:
     saved(tmp_path)
     with Path("/dev/full").open("w") as full:

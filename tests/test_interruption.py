@@ -147,6 +147,7 @@ def test_in_another_thread_it_changes_nothing() -> None:
     assert seen == [signal.SIG_DFL]
 
 
+@pytest.mark.slow
 def test_a_script_that_searches_saves_the_best_so_far_and_does_not_train(cli: CommandLine) -> None:
     cli.write("train.py", SCRIPT)
     done = cli.python("train.py")

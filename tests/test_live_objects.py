@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
+import pytest
 from conftest import CommandLine, Finished
 
 # One trial does not end the search by itself: a busy machine may take all of the budget.
@@ -116,6 +117,7 @@ print(found.evidence.baseline.config.precision)
     assert cli.failures() == []
 
 
+@pytest.mark.slow
 def test_from_a_repl(cli: CommandLine) -> None:
     typed = f"""{PREAMBLE}
 class Model(nn.Linear):

@@ -27,6 +27,7 @@ def make_study(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_it_serves_the_study_until_ctrl_c(cli: CommandLine) -> None:
     make_study(cli.folder / "studies" / "demo")
     process = cli.start("dashboard", "studies/demo", "--port", "0", "--no-browser", "--json")

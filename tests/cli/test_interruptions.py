@@ -76,6 +76,7 @@ def test_ctrl_c_saves_the_best_so_far_and_a_second_search_in_the_folder_is_refus
     assert document["best"] == saved
 
 
+@pytest.mark.slow
 def test_slurms_end_of_a_job_saves_the_best_so_far_and_the_same_command_goes_on(training: CommandLine) -> None:
     known: list[dict[str, Any]] = []
     for _ in range(2):
@@ -135,6 +136,7 @@ def test_what_cannot_be_done_is_refused_by_name(
     assert not Path("studies/train-plain/outcomes.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk(training: CommandLine) -> None:
     def small_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))

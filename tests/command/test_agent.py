@@ -263,10 +263,8 @@ for number, (x, y) in enumerate(loader):
     assert 0 < len(list(rank.intervals())) < len(rank.warm_steps) - 1, "some of them hold an evaluation"
 
 
-@pytest.mark.parametrize(
-    "launch",
-    ["module", "shell", pytest.param("spawn", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", ["module", "shell", "spawn"])
 def test_ways_to_start(script: Script, tmp_path: Path, launch: str) -> None:
     """In fresh processes: Python's own ways to find the program are what differs."""
     body = f"""
@@ -352,6 +350,7 @@ def check_ranks(heard: RunEvents, precision: str) -> None:
     assert [precision_of(rank) for rank in heard.ranks.values()] == [precision] * 2
 
 
+@pytest.mark.slow
 def test_ranks(script: Script, tmp_path: Path) -> None:
     """Started by torchrun itself."""
     script(RANKS.format(wrapped=DDP))
@@ -463,6 +462,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
+@pytest.mark.slow
 def test_what_the_users_own_sitecustomize_does_to_imports_hides_nothing(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

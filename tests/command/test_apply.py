@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from commands import INJECTED, TORCHRUN
-from forked_programs import forked_programs
-from forked_python import ForkServer
+from forked_python import ForkServer, forked_programs
 
 from autotune_amp.cli import run
 from autotune_amp.core.config import AmpConfig
@@ -183,9 +182,8 @@ def loader(num_workers):
 """
 
 
-@pytest.mark.parametrize(
-    "how", ["script", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("module", "shell", "spawned workers"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["script", "module", "shell", "spawned workers"])
 def test_a_copy_runs_in_the_originals_place(apply: Apply, tmp_path: Path, how: str) -> None:
     """In fresh processes: how an interpreter comes by the text of its program is what differs."""
     package = tmp_path / "package"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,8 +11,6 @@ from unittest.mock import Mock
 import pytest
 from backend_contract import BackendContract, Made
 from described_commands import SECONDS, described, fidelity, local_backend, trial
-from forked_programs import forked_programs
-from forked_python import ForkServer
 from msgspec.structs import replace
 
 from autotune_amp.command import backend as command_backend
@@ -22,6 +19,8 @@ from autotune_amp.core.errors import BudgetTooSmallError, RunnerError, WorkloadE
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import LocalBackend
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 SCRIPT = """
 import argparse, os, sys, time
@@ -64,12 +63,6 @@ for epoch in range(1000):
             optimizer.zero_grad()
 """
 BATCH, PRECISION = ("--batch", "{batch_size=8}"), ("--precision", "{precision=fp32}")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _commands_are_forked(fork_server: ForkServer) -> Iterator[None]:
-    with forked_programs(fork_server):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -489,6 +482,7 @@ def test_a_run_leaves_nothing_in_the_working_directory(
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_failure_of_the_agent_is_not_called_the_commands(tmp_path: Path, local: LocalBackend) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_programs import forked_programs
-from forked_python import ForkServer
+from forked_python import ForkServer, forked_programs
 from running_commands import run_command
 
 from autotune_amp.command.agent.guard import is_standard

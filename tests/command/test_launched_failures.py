@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from commands import TORCHRUN
-from forked_programs import forked_programs
-from forked_python import ForkServer
 from running_commands import run_command
 
 from autotune_amp.command.measure import slowest_rank
 from autotune_amp.command.running import CompletedRun
 from autotune_amp.core.outcome import Failure
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 RANKS = """
 import os, signal, sys, time, torch, torch.distributed
@@ -44,13 +43,6 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _commands_are_forked(fork_server: ForkServer) -> Iterator[None]:
-    """The launcher is forked; the ranks that it starts are processes of their own."""
-    with forked_programs(fork_server):
-        yield
-
-
 def ran(command: list[str], **how: Any) -> CompletedRun:
     """To its end, however many steps it takes."""
     return run_command(command, is_enough=lambda _: False, **how)
@@ -61,10 +53,11 @@ def failure(found: CompletedRun) -> Failure:
     return found.verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "fault", "kind", "says"),
     [
-        pytest.param(5, "torch.empty(1 << 50)", "oom", "rank 1: RuntimeError", marks=pytest.mark.slow),
+        (5, "torch.empty(1 << 50)", "oom", "rank 1: RuntimeError"),
         (0, "os.kill(os.getpid(), signal.SIGKILL)", "crash", "rank 1 died of SIGKILL"),
         (5, "raise ValueError('a fault of the script')", "workload_error", "rank 1: ValueError: a fault of the script"),
     ],
@@ -77,6 +70,7 @@ def test_the_rank_that_fails_is_named(tmp_path: Path, number: int, fault: str, k
     assert says in found.message
 
 
+@pytest.mark.slow
 def test_ranks_that_end_by_an_argument_are_quoted(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import argparse, torch\nargparse.ArgumentParser().parse_args()\n")
@@ -85,6 +79,7 @@ def test_ranks_that_end_by_an_argument_are_quoted(tmp_path: Path) -> None:
     assert "unrecognized arguments: --wrong" in found.message
 
 
+@pytest.mark.slow
 def test_the_rank_that_is_killed_is_named_while_its_workers_live(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(RANKS.format(number=5, fault="os.kill(os.getpid(), signal.SIGKILL)"))

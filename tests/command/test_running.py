@@ -18,8 +18,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 from commands import TORCHRUN
-from forked_programs import forked_programs
-from forked_python import ForkServer
+from forked_python import ForkServer, forked_programs
 from running_commands import run_command
 
 from autotune_amp.command import verdict

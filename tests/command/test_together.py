@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from unittest.mock import Mock
 import pytest
 import said
 from described_commands import described, fidelity, local_backend, trial
-from forked_programs import forked_programs
-from forked_python import ForkServer
 
 from autotune_amp.command import command as command_module
 from autotune_amp.command import together
@@ -36,6 +33,8 @@ from autotune_amp.distributed import free_port
 from autotune_amp.hardware import host
 from autotune_amp.processes.local import LocalBackend
 from autotune_amp.processes.process import Watcher
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 # Each process says by a file of its own when it has built its model and when it has taken its first step.
 SCRIPT = """
@@ -85,12 +84,6 @@ for epoch in range(1000):
         (here / f"stepped.{os.getpid()}").touch()
 """
 SETTINGS = [Setting(precision="fp32", batch_size=4), Setting(precision="bf16", batch_size=2)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _commands_are_forked(fork_server: ForkServer) -> Iterator[None]:
-    with forked_programs(fork_server):
-        yield
 
 
 local = pytest.fixture(scope="module")(local_backend)
@@ -243,6 +236,7 @@ def test_every_rank_of_a_launcher_waits_and_goes_on(commands: Commands) -> None:
     assert backend.num_together == 3
 
 
+@pytest.mark.slow
 @pytest.mark.real_time
 def test_the_time_in_which_a_run_waits_counts_for_no_deadline(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("import torch\n", "import torch\ntime.sleep(4)\n", 1))

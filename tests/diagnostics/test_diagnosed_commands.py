@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 from commands import TORCHRUN
-from forked_programs import forked_programs
-from forked_python import ForkServer
 from unisolated import run_jobs_here
 
 from autotune_amp import CommandTemplate, check_fidelity, check_workload, profile_amp, profile_memory
@@ -27,6 +25,8 @@ from autotune_amp.processes.local import LocalBackend, Payload
 from autotune_amp.processes.process import Watcher
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 SCRIPT = """
 import argparse, contextlib, os, sys
@@ -116,12 +116,6 @@ class Both(NamedTuple):
     def command(self, *arguments: str) -> CommandBackend:
         template = CommandTemplate.of([sys.executable, self.script, *arguments])
         return CommandBackend(Command(template), self.workload, Watcher())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _commands_are_forked(fork_server: ForkServer) -> Iterator[None]:
-    with forked_programs(fork_server):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -85,6 +85,7 @@ def test_a_value_that_does_harm_leaves_the_next(found: dict[str, Any]) -> None:
     assert found["partly"]["excluded"] == found["none"]["excluded"], "it says nothing of the precision without it"
 
 
+@pytest.mark.slow
 def test_a_trial_applies_it_and_no_check_that_does_not_know_it_calls_it_faithful(found: dict[str, Any]) -> None:
     job = found["job"]
     assert job["applied"] == "partly"

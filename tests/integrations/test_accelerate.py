@@ -140,6 +140,7 @@ def test_two_optimizers_of_one_backward_pass_step_at_the_same_scale_as_one_would
     assert same(together, apart)
 
 
+@pytest.mark.slow
 def test_what_is_prepared_after_free_memory_begins_anew() -> None:
     from autotune_amp.integrations.accelerate import AutotuneAccelerator
 

@@ -28,6 +28,7 @@ def test_without_noise_a_search_ends_on_the_plateau_of_the_best(shape: Shape) ->
     assert num_trials < len(landscape.space().candidates), "the grid would have been as cheap"
 
 
+@pytest.mark.slow
 def test_with_noise_it_ends_near_it_in_the_mean() -> None:
     missed = [
         max(0.0, landscape.regret(search_replay(landscape, seed).trace[-1][1]) - PLATEAU)

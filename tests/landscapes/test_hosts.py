@@ -261,19 +261,23 @@ def lines(shared_once: SharedOnce) -> list[Line]:
     return found
 
 
+@pytest.mark.slow
 def test_no_answer_is_slower_than_the_measured_baseline(lines: list[Line]) -> None:
     assert [line for line in lines if is_slower(line)] == []
 
 
+@pytest.mark.slow
 def test_every_legal_precision_is_compared_where_three_starts_fit(lines: list[Line]) -> None:
     assert [line for line in lines if starts_fit(line) and not has_all(line)] == []
 
 
+@pytest.mark.slow
 def test_a_given_budget_is_kept(lines: list[Line]) -> None:
     given = [line for line in lines if line["budget"] is not None and line["seconds"] is not None]
     assert [line for line in given if line["seconds"] > (1 + MAX_OVERRUN) * line["budget"]] == []
 
 
+@pytest.mark.slow
 def test_with_the_default_budget_nearly_every_answer_is_confirmed(lines: list[Line]) -> None:
     """Where a process takes a minute, or every run of a command half of one, ten minutes do not hold a search."""
     limits = {"command": 5.0, "forked": 20.0, "kept": 20.0}

@@ -70,6 +70,7 @@ def test_fp32_against_itself_has_no_noise_and_a_check_repeats() -> None:
     assert one == again
 
 
+@pytest.mark.slow
 def test_a_deep_network_with_batchnorm_amplifies_rounding_and_is_faithful() -> None:
     """ResNet-50, a quarter as wide: at its first weights two roundings of it are as far apart as two batches."""
     transformers = pytest.importorskip("transformers")

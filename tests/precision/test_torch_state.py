@@ -92,6 +92,7 @@ def test_a_changed_state_is_seen_and_can_be_taken_over(said: Any) -> None:
     assert said[0] == {change: [True, True, True] for change in CHANGES}
 
 
+@pytest.mark.slow
 def test_strict_flags_are_set_everywhere_and_can_be_read_either_way(said: Any) -> None:
     assert len(said[1]) == 3 * len(PRECISIONS)
     for case, (leaves, legacy, matmul) in said[1].items():

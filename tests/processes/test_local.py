@@ -14,8 +14,6 @@ from typing import Any
 import psutil
 import pytest
 from backend_contract import BackendContract, Made
-from forked_programs import forked_programs
-from forked_python import ForkServer
 from listening import Listener
 from msgspec.structs import replace
 
@@ -28,7 +26,7 @@ from autotune_amp.processes.local import Isolation, LocalBackend, Payload, can_f
 from autotune_amp.processes.process import ProcessEndedError, Watcher
 from autotune_amp.trial.jobs import Check, Describe, Trial
 
-pytestmark = pytest.mark.usefixtures("nothing_left_at_once")
+pytestmark = pytest.mark.usefixtures("nothing_left_at_once", "forked_processes")
 needs_fork = pytest.mark.skipif(not can_fork(), reason="trials are not forked here")
 
 # A program that has another one remove its temporary file when it is asked to end, and not when it is killed.
@@ -126,12 +124,6 @@ class Opened:
             what="fidelity", candidate=Setting(precision="bf16", batch_size=8), device="cpu", torch_state=self.state
         )
         return Made(self.backend, self.trial(), self.trial(3), "workload_error", check)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _trials_are_forked(fork_server: ForkServer) -> Iterator[None]:
-    with forked_programs(fork_server):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,6 @@ import pytest
 import torch
 from backend_contract import BackendContract, Made
 from conftest import needs_two_cpus
-from forked_programs import forked_programs
-from forked_python import ForkServer
 from listening import Listener
 from torch import nn
 
@@ -104,13 +102,7 @@ def loop():
     return Workload(build=build, train_step=train_step, data=lambda size: torch.randn(size, 4))
 """
 
-pytestmark = [needs_two_cpus, pytest.mark.usefixtures("nothing_left_at_once")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _trials_are_forked(fork_server: ForkServer) -> Iterator[None]:
-    with forked_programs(fork_server):
-        yield
+pytestmark = [needs_two_cpus, pytest.mark.usefixtures("nothing_left_at_once", "forked_processes")]
 
 
 class Opened:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from forked_programs import forked_programs
-from forked_python import ForkServer
 from listening import Listener
 
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import LocalBackend, Payload
 from autotune_amp.trial.jobs import Trial
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 WORKLOAD = """
 import os
@@ -43,12 +42,6 @@ def loss(model, batch):
 def workload():
     return Workload(model, loss, lambda n: torch.ones(n, 4), lambda p: torch.optim.SGD(p, lr=1e-6, momentum=0.9))
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _trials_are_forked(fork_server: ForkServer) -> Iterator[None]:
-    with forked_programs(fork_server):
-        yield
 
 
 def payload(folder: Path, extra: str = "pass") -> Payload:

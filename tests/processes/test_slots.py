@@ -14,8 +14,6 @@ import psutil
 import pytest
 from backend_contract import BackendContract, Made
 from conftest import needs_two_cpus
-from forked_programs import forked_programs
-from forked_python import ForkServer
 from listening import Listener
 
 from autotune_amp.core.errors import WorkloadError
@@ -26,7 +24,7 @@ from autotune_amp.processes.local import LocalBackend, Payload, Slot
 from autotune_amp.processes.slots import WorkloadSlots
 from autotune_amp.trial.jobs import Check, Trial
 
-pytestmark = pytest.mark.usefixtures("nothing_left_at_once")
+pytestmark = pytest.mark.usefixtures("nothing_left_at_once", "forked_processes")
 
 # What a batch does is said by its size; two that meet wait for each other's file.
 WORKLOAD = """
@@ -57,12 +55,6 @@ def workload():
     torch.set_num_threads(2)
     return Workload(lambda: nn.Linear(4, 1), loss, lambda size: torch.ones(size, 4))
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _trials_are_forked(fork_server: ForkServer) -> Iterator[None]:
-    with forked_programs(fork_server):
-        yield
 
 
 class Heard(Listener):

@@ -27,7 +27,7 @@ from autotune_amp.processes.process_tree import MARK
 from autotune_amp.processes.standby import Standby
 from autotune_amp.trial.jobs import Trial
 
-pytestmark = [pytest.mark.real_time, pytest.mark.usefixtures("nothing_left_at_once")]
+pytestmark = [pytest.mark.real_time, pytest.mark.usefixtures("nothing_left_at_once", "forked_processes")]
 
 # Its import takes time and starts threads. What a batch does is said by
 # its size, and each process says how far it is by a file.
@@ -51,8 +51,8 @@ threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 def model():
     tell("building")
-    if (HERE / "slow to build").read_text() not in ("", str(os.getpid())):
-        time.sleep(1000)
+    while (HERE / "slow to build").read_text() not in ("", str(os.getpid())):
+        time.sleep(0.02)
     print("built", os.getpid(), "by", torch.get_num_threads(), "threads at", os.getpriority(os.PRIO_PROCESS, 0))
     return nn.Linear(4, 1)
 

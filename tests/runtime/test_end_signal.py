@@ -188,6 +188,7 @@ for number, batch in enumerate(loader):
 """
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_loader_workers_too_ends_in_a_checkpoint(cli: CommandLine) -> None:
     cli.write("train.py", LOADING)
     process = cli.start_python("train.py")

@@ -21,6 +21,8 @@ from autotune_amp.search.progress import Progress
 from autotune_amp.search.ranking import SettingRuns
 from autotune_amp.search.space import Space
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 LARGEST = tuple(range(512))
 SIZES = SampleSizes(
     num_seen=3120, num_samples=10_000, smallest_size=4, median_size=120, largest_size=512, largest=LARGEST
@@ -75,6 +77,7 @@ def test_where_others_processes_are_hidden_the_load_average_is_said_before_the_f
         recommend_config(device="cpu", budget=60.0, out=str(tmp_path), progress=Listening())
 
 
+@pytest.mark.slow
 def test_ctrl_c_once_more_while_processes_end_still_gives_the_best_so_far(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

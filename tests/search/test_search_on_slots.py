@@ -39,6 +39,7 @@ def choice(found: Replayed) -> Setting:
     return setting_of(found.decision)
 
 
+@pytest.mark.slow
 def test_four_slots_choose_as_well_as_one_and_search_in_half_of_the_seconds() -> None:
     forms = [landscapes()[name] for name in NAMES]
     seconds, missed = {1: 0.0, 4: 0.0}, {1: 0.0, 4: 0.0}
@@ -61,6 +62,7 @@ def test_where_steps_take_as_long_for_any_batch_the_largest_is_found(num_slots: 
     assert choice(found).batch_size == max(setting.batch_size for setting in found.ledger.space.candidates)
 
 
+@pytest.mark.slow
 def test_further_dimensions_that_were_tried_at_the_same_time_are_put_together() -> None:
     for name, form in landscapes(with_variants=True).items():
         if name.endswith(", 0 %"):

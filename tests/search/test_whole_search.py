@@ -116,6 +116,7 @@ def test_checks_that_never_end_leave_the_search_its_time(tmp_path: Path) -> None
     assert search.planner.seconds_before_confirmation(search.ledger) > 0
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     base=st.fixed_dictionaries({p: st.floats(1.0, 1000.0) for p in ("fp32", "bf16", "fp16")}),

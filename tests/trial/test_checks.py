@@ -23,6 +23,8 @@ from autotune_amp.trial import checks
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Check, Trial
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 WORKLOAD = """
 import os, pathlib, time
 import torch

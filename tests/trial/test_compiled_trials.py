@@ -109,6 +109,7 @@ def test_a_step_that_compiled_is_taken_again() -> None:
     assert timing.num_compiling_steps == MAX_COMPILING_STEPS, "one that compiles for ever is measured at last"
 
 
+@pytest.mark.slow
 def test_compiling_has_time_of_its_own_and_a_kept_worker_compiles_for_each_trial(tmp_path: Path) -> None:
     listener = Listener()
     with LocalBackend(payload(tmp_path, "slow"), "kept", listener) as runner:

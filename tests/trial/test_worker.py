@@ -29,6 +29,8 @@ from autotune_amp.trial.jobs import Describe, Trial
 from autotune_amp.trial.timing import Timing
 from autotune_amp.trial.worker import cudnn_flags_in_use, users_precision
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 
 def described(workload: Workload, **fields: Any) -> Any:
     asked = Describe(device="cpu", torch_state=torch_state.capture(), **fields)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import check_samples
 import pytest
+from forked_python import ForkServer
 from torch import Tensor
 from unisolated import run_jobs_here
 
@@ -23,6 +23,8 @@ from autotune_amp.diagnostics.check.child import report_on
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.source import live_source
 from autotune_amp.trial.context import make_model
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 SICK = """
 import torch
@@ -189,7 +191,9 @@ def test_as_few_samples_are_recorded_as_a_step_runs_with() -> None:
 
 
 @pytest.mark.parametrize("kind", ["script", "string", "cell"])
-def test_a_class_of_a_script_itself_of_a_string_or_of_a_notebooks_cell(tmp_path: Path, kind: str) -> None:
+def test_a_class_of_a_script_itself_of_a_string_or_of_a_notebooks_cell(
+    tmp_path: Path, fork_server: ForkServer, kind: str
+) -> None:
     file = {"script": str(tmp_path / "script.py"), "string": "<string>", "cell": "/tmp/ipykernel_7/123.py"}[kind]
     asks = "from autotune_amp import check_workload\nprint(check_workload(workload(), quiet=True).to_json())"
     script = SICK + asks
@@ -197,8 +201,7 @@ def test_a_class_of_a_script_itself_of_a_string_or_of_a_notebooks_cell(tmp_path:
         keeps = f"linecache.cache[{file!r}] = len(text), None, text.splitlines(True), {file!r}" * (kind == "cell")
         script = f"import linecache\ntext = {SICK!r}\n{keeps}\nexec(compile(text, {file!r}, 'exec'))\n{asks}"
     (tmp_path / "script.py").write_text(script)
-    command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = fork_server.run(["script.py"], cwd=tmp_path, env=os.environ)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     line = "scores = scores.masked_fill(scores > 1, -1e9)" if kind != "string" else ""

@@ -164,6 +164,7 @@ def test_searches_that_start_together_have_studies_of_their_own(server: postgres
         assert sorted(t.user_attrs["record"] for t in told(url, name)) == numbers
 
 
+@pytest.mark.slow
 def test_what_is_away_is_tried_again_after_a_while(
     server: postgresql.Server, wire: postgresql.Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
