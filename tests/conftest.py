@@ -206,6 +206,14 @@ def _left_beside(before: set[str]) -> set[str]:
     return left
 
 
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, its parent knowing it or not."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
 def _living() -> Iterator[str]:
     """This process's children and those of the fork server, and threads; without the one that multiprocessing keeps."""
     servers = [psutil.Process(pid) for pid in standing]
@@ -339,12 +347,16 @@ def command_line(folder: Path, server: ForkServer | None = None) -> Iterator[Com
     assert left == []
 
 
+@pytest.fixture(scope="session")
+def cli_server(request: pytest.FixtureRequest) -> ForkServer | None:
+    """What the command line is forked from; nothing where a virtual card's machine is chosen as torch is imported."""
+    return None if "VIRTUAL_GPU" in os.environ else request.getfixturevalue("fork_server")
+
+
 @pytest.fixture
-def cli(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CommandLine]:
+def cli(cli_server: ForkServer | None, tmp_path: Path) -> Iterator[CommandLine]:
     """The command line in a folder of its own; nothing of it may outlive the test."""
-    # A virtual card's machine is chosen when torch is imported.
-    server = None if "VIRTUAL_GPU" in os.environ else request.getfixturevalue("fork_server")
-    with command_line(tmp_path, server) as cli:
+    with command_line(tmp_path, cli_server) as cli:
         yield cli
 
 

@@ -182,8 +182,8 @@ def forking_popen(connect: Callable[[], AbstractContextManager[Forks]]) -> Any:
     """Return a `subprocess.Popen` that starts the keepers and probes of `autotune_amp` as forks, all else as ever."""
 
     class Popen(subprocess.Popen):  # type: ignore[type-arg] # generic for a type checker alone
-        def __new__(cls, command: Any, *arguments: Any, **options: Any) -> Any:
-            parts: list[Any] = [command] if isinstance(command, str | bytes | os.PathLike) else list(command)
+        def __new__(cls, args: Any, *_: Any, **options: Any) -> Any:  # named as in `subprocess.Popen`
+            parts: list[Any] = [args] if isinstance(args, str | bytes | os.PathLike) else list(args)
             is_keeper = parts[1:2] == ["-I"] and str(parts[2]).endswith("/processes/keeper.py")
             is_probe = parts[1:3] == ["-m", "autotune_amp.hardware.measuring"]
             if not is_keeper and not is_probe:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from conftest import CommandLine, Finished, command_line
+from forked_python import ForkServer
 
 # A step takes as long for any batch, so that the largest is the fastest on any machine; 32 samples fail.
 WORKLOADS = """
@@ -77,10 +78,10 @@ class Searched:
         return [json.loads(line) for line in (self.study / "outcomes.jsonl").read_text().splitlines()]
 
 
-def searched(folder: Path, text: str, *arguments: str) -> Searched:
+def searched(server: ForkServer | None, folder: Path, text: str, *arguments: str) -> Searched:
     """A real search in `folder`; it must leave no process and no temporary file behind."""
     (folder / "train.py").write_text(text)
-    with command_line(folder) as cli:
+    with command_line(folder, server) as cli:
         done = cli.search(*arguments)
     (study,) = (folder / "studies").iterdir()
     return Searched(folder, study, done)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import SharedOnce
+from forked_python import ForkServer
 from real_searches import Searched, searched
 
 SCRIPT = """
@@ -37,10 +38,10 @@ COMMAND = ("train.py", "--settings", "settings.json", "--pause", "{pause=0.1:0.0
 
 
 @pytest.fixture
-def found(shared_once: SharedOnce) -> Searched:
+def found(shared_once: SharedOnce, cli_server: ForkServer | None) -> Searched:
     def search(folder: Path) -> Searched:
         (folder / "settings.json").write_text(SETTINGS)
-        return searched(folder, SCRIPT, *OPTIONS, "--", sys.executable, *COMMAND)
+        return searched(cli_server, folder, SCRIPT, *OPTIONS, "--", sys.executable, *COMMAND)
 
     return shared_once("found_arguments", search)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import CommandLine, SharedOnce
+from forked_python import ForkServer
 from real_searches import Searched, searched
 from unisolated import run_jobs_here
 
@@ -66,10 +67,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def found(shared_once: SharedOnce) -> Searched:
+def found(shared_once: SharedOnce, cli_server: ForkServer | None) -> Searched:
     """A search that recommends batch 16 over batch 4."""
     arguments = (*OPTIONS, "--budget", "600", *COMMAND)
-    return shared_once("found_command", lambda folder: searched(folder, SCRIPT, *arguments))
+    return shared_once("found_command", lambda folder: searched(cli_server, folder, SCRIPT, *arguments))
 
 
 @pytest.fixture
@@ -130,10 +131,12 @@ NOT_FINITE = (
 
 
 @pytest.mark.slow
-def test_a_precision_whose_losses_are_not_finite_is_not_recommended(tmp_path: Path) -> None:
+def test_a_precision_whose_losses_are_not_finite_is_not_recommended(
+    cli_server: ForkServer | None, tmp_path: Path
+) -> None:
     options = ("--device", "cpu", "--precision", "fp32", "--precision", "bf16")
     limits = ("--batch-size", "4:4", "--trials", "2", "--budget", "100")
-    found = searched(tmp_path, NOT_FINITE, *options, *limits, *COMMAND, "--precision", "{precision=fp32}")
+    found = searched(cli_server, tmp_path, NOT_FINITE, *options, *limits, *COMMAND, "--precision", "{precision=fp32}")
     assert found.done.code == 0, found.done.err
     assert found.done.document["config"]["precision"] == "fp32"
     outcomes = [record["outcome"] for record in found.records if record["candidate"]["precision"] == "bf16"]

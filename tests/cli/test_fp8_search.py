@@ -7,6 +7,7 @@ import shutil
 import msgspec
 import pytest
 from conftest import CommandLine
+from forked_python import ForkServer
 from real_searches import FP32, searched
 from torch import nn
 
@@ -39,9 +40,11 @@ ASKED = ("--precision", "fp8", "--try", "rowwise", "--baseline", "fp32:16", "--b
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, g++, on a CPU")
 @pytest.mark.slow
-def test_fp8_is_recommended_with_what_it_steps_down_to(cli: CommandLine) -> None:
+def test_fp8_is_recommended_with_what_it_steps_down_to(cli_server: ForkServer | None, cli: CommandLine) -> None:
     pytest.importorskip("torchao")
-    found = searched(cli.folder, WORKLOAD, "train.py:workload", *FP32, *ASKED, "--budget", "200", "--steps", "100000")
+    found = searched(
+        cli_server, cli.folder, WORKLOAD, "train.py:workload", *FP32, *ASKED, "--budget", "200", "--steps", "100000"
+    )
     assert found.done.code == 0, found.done.err
     config, evidence = found.document["config"], found.document["evidence"]
     assert (config["precision"], config["fp8_recipe"], config["compile"]) == ("fp8", "rowwise", "default")

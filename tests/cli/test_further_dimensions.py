@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import CommandLine, SharedOnce
+from forked_python import ForkServer
 from real_searches import FP32, Searched, searched
 from torch import nn
 
@@ -39,8 +40,10 @@ SETTINGS = (*TRIED, "--budget", "60", "--baseline", "fp32:4", "--batch-size", "4
 
 
 @pytest.fixture
-def laid_out(shared_once: SharedOnce) -> Searched:
-    return shared_once("laid out", lambda folder: searched(folder, WORKLOAD, "train.py:workload", *FP32, *SETTINGS))
+def laid_out(shared_once: SharedOnce, cli_server: ForkServer | None) -> Searched:
+    return shared_once(
+        "laid out", lambda folder: searched(cli_server, folder, WORKLOAD, "train.py:workload", *FP32, *SETTINGS)
+    )
 
 
 def test_it_is_recommended_with_what_it_gains_and_every_other_has_its_reason(laid_out: Searched) -> None:

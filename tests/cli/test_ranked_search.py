@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import CommandLine, SharedOnce, needs_two_cpus
+from forked_python import ForkServer
 from real_searches import CHECKS, WORKLOADS, Searched, end_by, lines, searched, wait_for_lines
 
 pytestmark = [pytest.mark.real_time, pytest.mark.slow, needs_two_cpus]
@@ -24,9 +25,11 @@ def halves():
 
 
 @pytest.fixture
-def found(shared_once: SharedOnce) -> Searched:
+def found(shared_once: SharedOnce, cli_server: ForkServer | None) -> Searched:
     def search(folder: Path) -> Searched:
-        return searched(folder, WORKLOADS, *SEARCH, "--batch-size", "1:32", "--trials", "5", "--budget", "240")
+        return searched(
+            cli_server, folder, WORKLOADS, *SEARCH, "--batch-size", "1:32", "--trials", "5", "--budget", "240"
+        )
 
     return shared_once("searched with ranks", search)
 
@@ -46,11 +49,12 @@ def test_what_is_measured_and_promised_is_that_of_both_together(found: Searched)
     assert ranks["efficiency"] == pytest.approx(reached / (2 * alone["outcome"]["samples_per_second"]), rel=0.3)
 
 
-def test_the_effective_batch_size_is_kept_over_both_and_fp16s_loss_scale_is_that_of_the_run(tmp_path: Path) -> None:
+def test_the_effective_batch_size_is_kept_over_both_and_fp16s_loss_scale_is_that_of_the_run(
+    cli_server: ForkServer | None, tmp_path: Path
+) -> None:
     arguments = ("train.py:halves", *ON_CPU, "--precision", "fp16", "--baseline", "fp32:16", "--steps", "1000")
-    search = searched(
-        tmp_path, WORKLOADS + FP16, *arguments, "--effective-batch-size", "64", "--trials", "4", "--budget", "240"
-    )
+    limits = ("--effective-batch-size", "64", "--trials", "4", "--budget", "240")
+    search = searched(cli_server, tmp_path, WORKLOADS + FP16, *arguments, *limits)
     assert search.done.code == 0, search.done.err
     config = search.document["config"]
     assert 2 * config["batch_size"] * config["accumulation_steps"] == 64

@@ -10,22 +10,23 @@ from pathlib import Path
 
 import pytest
 from conftest import CommandLine, SharedOnce
+from forked_python import ForkServer
 from real_searches import CHECKS, FOUND, FP32, TRAINING_TO_COME, WORKLOADS, Searched, searched
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def found(shared_once: SharedOnce) -> Searched:
+def found(shared_once: SharedOnce, cli_server: ForkServer | None) -> Searched:
     """A search that recommends: fp32 batch 16 over fp32 batch 4, with a failure at 32."""
-    return shared_once("found", lambda folder: searched(folder, WORKLOADS, *FOUND, *TRAINING_TO_COME))
+    return shared_once("found", lambda folder: searched(cli_server, folder, WORKLOADS, *FOUND, *TRAINING_TO_COME))
 
 
 @pytest.fixture
-def failed(shared_once: SharedOnce) -> Searched:
+def failed(shared_once: SharedOnce, cli_server: ForkServer | None) -> Searched:
     """A search in which nothing works: each batch size fails in a way of its own, and prints megabytes."""
     arguments = ("train.py:failing", *FP32, "--budget", "60", "--baseline", "fp32:4", "--batch-size", "4:32")
-    return shared_once("failed", lambda folder: searched(folder, WORKLOADS, *arguments))
+    return shared_once("failed", lambda folder: searched(cli_server, folder, WORKLOADS, *arguments))
 
 
 @pytest.fixture
@@ -182,9 +183,11 @@ def fp16():
 CHECKED = ("--device", "cpu", "--baseline", "fp32:4", "--batch-size", "16:16", "--effective-batch-size", "free")
 
 
-def test_fp16_is_calibrated_once_and_says_what_its_loss_scale_is_based_on(tmp_path: Path) -> None:
+def test_fp16_is_calibrated_once_and_says_what_its_loss_scale_is_based_on(
+    cli_server: ForkServer | None, tmp_path: Path
+) -> None:
     arguments = ("train.py:fp16", *CHECKED, "--budget", "90", "--precision", "fp16", "--steps", "3000")
-    search = searched(tmp_path, WORKLOADS + FP16, *arguments)
+    search = searched(cli_server, tmp_path, WORKLOADS + FP16, *arguments)
     assert search.done.code == 0, search.done.err
     config, evidence = search.document["config"], search.document["evidence"]
     scale = evidence["loss_scale"]

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from backend_contract import BackendContract, Made
+from conftest import is_gone
 from listening import Listener
 from msgspec.structs import replace
 
@@ -227,7 +227,7 @@ def test_what_a_dying_trial_leaves_in_another_session_is_ended(isolation: str, r
     ended = opened.failure(5)
     assert (ended.kind, "status 7" in ended.message) == ("crash", True)
     sleeper = int(opened.listener.words("sleeper")[-1])
-    assert not psutil.pid_exists(sleeper) or psutil.Process(sleeper).status() == psutil.STATUS_ZOMBIE
+    assert is_gone(sleeper)
 
 
 @pytest.mark.parametrize("isolation", ["forked", "kept"])

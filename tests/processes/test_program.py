@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
+from conftest import is_gone
 
 from autotune_amp.core.errors import RunnerError
 from autotune_amp.processes.local import LocalBackend, Payload
@@ -48,10 +49,6 @@ def eventually(is_so: Callable[[], object], what: str, seconds: float = GONE_SEC
 def number_in(file: Path) -> int:
     eventually(lambda: file.exists() and file.read_text(), "it was started", START_SECONDS)
     return int(file.read_text())
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("isolation", ["forked", "kept"])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python import ForkServer
 
 pytestmark = pytest.mark.slow
 
@@ -76,37 +76,38 @@ print(json.dumps(found))
 """
 
 
-def output(program: str, *arguments: str) -> Any:
+def output(fork_server: ForkServer, program: str, *arguments: str) -> Any:
     """The document that a program prints last."""
-    command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, cwd=STUDY, capture_output=True, text=True, timeout=280)
+    done = fork_server.run(["-c", program, *arguments], cwd=STUDY, env=os.environ, timeout=280.0)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def reports(module: str, name: str, device: str) -> dict[str, tuple[str | None, int, list[str]]]:
-    found: dict[str, tuple[str | None, int, list[str]]] = output(PROGRAM, module, name, device)
+def reports(
+    fork_server: ForkServer, module: str, name: str, device: str
+) -> dict[str, tuple[str | None, int, list[str]]]:
+    found: dict[str, tuple[str | None, int, list[str]]] = output(fork_server, PROGRAM, module, name, device)
     return found
 
 
-def test_shadows_have_the_dtypes_of_the_cpus_real_autocast() -> None:
-    found = output(COMPARISON)
+def test_shadows_have_the_dtypes_of_the_cpus_real_autocast(fork_server: ForkServer) -> None:
+    found = output(fork_server, COMPARISON)
     assert len(found) > 20
     assert [case for case, (num_calls, are_alike) in found.items() if not num_calls or not are_alike] == []
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu", "mps"])
 @pytest.mark.parametrize(("module", "name"), [("zoo_healthy", "HEALTHY"), ("zoo_held_out", "HELD_OUT_HEALTHY")])
-def test_nothing_is_found_in_what_is_healthy(module: str, name: str, device: str) -> None:
-    found = reports(module, name, device)
+def test_nothing_is_found_in_what_is_healthy(fork_server: ForkServer, module: str, name: str, device: str) -> None:
+    found = reports(fork_server, module, name, device)
     assert found
     assert {case: findings for case, (_, _, findings) in found.items() if findings} == {}
     assert {case: problem for case, (problem, _, _) in found.items() if problem is not None} == {}
     assert all(num_calls > 0 for _, num_calls, _ in found.values())
 
 
-def test_of_what_is_sick_constants_epsilons_and_weights_are_found() -> None:
-    found = reports("zoo_sick", "SICK", "cuda")
+def test_of_what_is_sick_constants_epsilons_and_weights_are_found(fork_server: ForkServer) -> None:
+    found = reports(fork_server, "zoo_sick", "SICK", "cuda")
     rules = {
         case: sorted(finding.split()[0] for finding in findings) for case, (_, _, findings) in found.items() if findings
     }
