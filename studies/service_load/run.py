@@ -1,11 +1,9 @@
 """What clients that poll a service do to the search that it runs.
 
-Usage: run.py [SECONDS [ARRANGEMENT]] runs one search of that budget (300), appends its steps to raw.jsonl and writes
-the table into README.md; run.py table only does the latter. Clients poll every other half a second, so that each
-process of the search has steps with and without them; they have the lowest priority. Arrangements:
-equal    all on all cores; the service's session has the priority of every other (default)
-lowered  all on all cores; the service's session has the lowest priority
-apart    the training on a core of its own, as on a host whose GPU does the work; service and clients on the others
+Usage: run.py [SECONDS [lowered]] runs one search of that budget (300), appends its steps to raw.jsonl and writes the
+table into README.md; run.py table only does the latter. With "lowered" the service's session has the lowest
+priority. Clients poll every other half a second, so that each process of the search has steps with and without them;
+they have the lowest priority.
 """
 
 from __future__ import annotations
@@ -41,9 +39,6 @@ from autotune_amp import Workload
 
 steps = open(os.environ["SERVICE_LOAD_STEPS"], "a", buffering=1)
 before = None
-if "SERVICE_LOAD_CORE" in os.environ:
-    os.sched_setaffinity(0, {int(os.environ["SERVICE_LOAD_CORE"])})
-    torch.set_num_threads(1)
 
 def workload():
     def loss(model, batch):
@@ -128,9 +123,8 @@ def lower_priority(pid: int) -> None:
         Path(f"/proc/{pid}/autogroup").write_text("19")
 
 
-def run(budget_seconds: float, arrangement: str) -> dict[str, Any]:
-    """Search by a service that clients poll; return the steps of its processes, and what the service did."""
-    cores = sorted(os.sched_getaffinity(0))
+def run(budget_seconds: float, *, is_lowered: bool) -> dict[str, Any]:
+    """Search with a service whose session has the lowest priority too, or has that of every other session."""
     with tempfile.TemporaryDirectory(prefix="load-") as name:
         folder = Path(name)
         (folder / "train.py").write_text(WORKLOAD)
@@ -139,9 +133,6 @@ def run(budget_seconds: float, arrangement: str) -> dict[str, Any]:
         steps.touch()
         command = [sys.executable, "-m", "autotune_amp", "serve", "--config", "serve.toml", "--json"]
         environment = {**os.environ, "SERVICE_LOAD_STEPS": str(steps)}
-        if arrangement == "apart":
-            environment["SERVICE_LOAD_CORE"] = str(cores[0])
-            os.sched_setaffinity(0, cores[1:])  # inherited by the service
         service = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -149,7 +140,7 @@ def run(budget_seconds: float, arrangement: str) -> dict[str, Any]:
         try:
             assert service.stdout is not None
             url = json.loads(service.stdout.readline())["url"]
-            if arrangement == "lowered":
+            if is_lowered:
                 lower_priority(service.pid)
             body = {"target": "mlp", "options": {**OPTIONS, "budget": budget_seconds}}
             id_ = ask("POST", f"{url}/searches", body)["id"]
@@ -163,8 +154,8 @@ def run(budget_seconds: float, arrangement: str) -> dict[str, Any]:
             service.wait()
         assert state["state"] == "done", state
         return {
-            "arrangement": arrangement,
-            "cores": len(cores),
+            "is_lowered": is_lowered,
+            "cores": len(os.sched_getaffinity(0)),
             "load_average": os.getloadavg()[0],
             "num_clients": NUM_CLIENTS,
             "answer_seconds": [round(each, 4) for each in sorted(seconds)[:: max(1, len(seconds) // 200)]],
@@ -194,7 +185,7 @@ def split(text: str, phases: list[tuple[float, float]]) -> list[dict[str, list[f
 def table() -> str:
     columns = (
         "run",
-        "arrangement",
+        "session lowered",
         "cores",
         "load",
         "clients",
@@ -207,22 +198,29 @@ def table() -> str:
         f"| {' | '.join(columns)} | steps with, without | change of the median step, 95 % |",
         "|---" * 11 + "|",
     ]
-    pooled: dict[str, list[tuple[float, float]]] = {"equal": [], "lowered": [], "apart": []}
+    pooled: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for number, line in enumerate(RAW.read_text().splitlines(), start=1):
         run = json.loads(line)
+        is_lowered = run["is_lowered"] if "is_lowered" in run else run.get("leads_session") is not None
         changes = [change_of(process) for process in run["processes"]]
-        pooled[run["arrangement"]] += changes
+        pooled[is_lowered] += changes
         num = {kind: sum(len(p[kind]) for p in run["processes"]) for kind in ("with", "without")}
         cells = (
-            *(number, run["arrangement"], run["cores"], f"{run['load_average']:.1f}", run["num_clients"]),
+            *(
+                number,
+                "yes" if is_lowered else "no",
+                run["cores"],
+                f"{run['load_average']:.1f}",
+                run["num_clients"],
+            ),
             f"{run['num_answers']:,} of {run['num_requests']:,}",
             f"{1000 * statistics.median(run['answer_seconds']):.0f} ms",
             f"{1000 * run['service_cpu_seconds'] / run['num_answers']:.2f} ms",
             *(len(changes), f"{num['with']:,}, {num['without']:,}", interval(changes)),
         )
         rows.append(f"| {' | '.join(map(str, cells))} |")
-    for arrangement, changes in pooled.items():
-        together = ("all", arrangement, *[""] * 6, len(changes), "", interval(changes))
+    for is_lowered, changes in pooled.items():
+        together = ("all", "yes" if is_lowered else "no", *[""] * 6, len(changes), "", interval(changes))
         rows.append(f"| {' | '.join(map(str, together))} |")
     return "\n".join(rows)
 
@@ -248,7 +246,7 @@ def interval(changes: list[tuple[float, float]]) -> str:
 def main() -> None:
     if sys.argv[1:] != ["table"]:
         seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 300.0
-        found = run(seconds, sys.argv[2] if len(sys.argv) > 2 else "equal")
+        found = run(seconds, is_lowered=sys.argv[2:] == ["lowered"])
         with RAW.open("a") as file:
             file.write(json.dumps(found) + "\n")
     readme = HERE / "README.md"
