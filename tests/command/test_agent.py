@@ -597,6 +597,7 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=8):
     assert {dtype for step in rank.steps for _, _, dtype in step.forwards} == {"float32"}
 
 
+@pytest.mark.slow
 def test_no_thread_of_ours_lives_while_python_is_torn_down(tmp_path: Path) -> None:
     """In a fresh process, whose own end it is."""
     (tmp_path / "train.py").write_text("""

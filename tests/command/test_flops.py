@@ -104,6 +104,7 @@ def counted(folder: Path, *arguments: str) -> CountedFlops | None:
     return description(rank, "train", Setting(precision="fp32", batch_size=4), 0.0).counted_flops
 
 
+@pytest.mark.slow
 def test_a_commands_second_step_is_counted(tmp_path: Path) -> None:
     assert counted(tmp_path) == CountedFlops(flops=2 * 2 * 4 * 8 * 2, num_samples=4, num_positions=12)
 

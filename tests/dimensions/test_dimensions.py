@@ -61,6 +61,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 def test_another_dimension_is_tried_checked_ranked_kept_and_shown(found: dict[str, Any]) -> None:
     search = found["none"]
     assert list(dict.fromkeys(search["tried"])) == ["bf16 partly fused batch 32", "bf16 wholly fused batch 32"]
@@ -79,6 +80,7 @@ def test_another_dimension_is_tried_checked_ranked_kept_and_shown(found: dict[st
     assert "model = fuse(model, 'partly')  # for torch" in search["script"]
 
 
+@pytest.mark.slow
 def test_a_value_that_does_harm_leaves_the_next(found: dict[str, Any]) -> None:
     assert found["partly"]["fused"] == "wholly"
     assert found["partly"]["plans"] == ["wholly"], "a fallback keeps it"

@@ -67,6 +67,7 @@ def missed(name: str) -> float:
     return landscapes()[name].regret(setting_of(decision))
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(name=st.sampled_from(NAMES), lost_at=st.frozensets(st.integers(0, 45), max_size=3))
 def test_whatever_is_lost_the_choice_is_as_good_and_nothing_is_counted_twice(

@@ -120,6 +120,7 @@ def test_a_mask_of_another_dtype_breaks_attention_where_autocast_is_off(device: 
     assert found(attention, mask_in_half, True, device) == {}
 
 
+@pytest.mark.slow
 def test_operands_of_one_dtype_are_written_without_a_finding() -> None:
     for device in ("cuda", "mps", "cpu"):
         for mix in ((False, False, False), (True, True, True)):
