@@ -159,7 +159,7 @@ def fork_server() -> Iterator[ForkServer]:
 def forked_processes(fork_server: ForkServer) -> Iterator[None]:
     """Processes that trials, checks and commands run in are forks of one that has torch, for a module's tests.
 
-    What those start themselves, as a launcher does its ranks, are processes of their own.
+    What else those start, as a launcher does its ranks, is started as ever.
     """
     with forked_programs(fork_server):
         yield
@@ -349,8 +349,11 @@ def command_line(folder: Path, server: ForkServer | None = None) -> Iterator[Com
 
 @pytest.fixture(scope="session")
 def cli_server(request: pytest.FixtureRequest) -> ForkServer | None:
-    """What the command line is forked from; nothing where a virtual card's machine is chosen as torch is imported."""
-    return None if "VIRTUAL_GPU" in os.environ else request.getfixturevalue("fork_server")
+    """What the command line is forked from; nothing where there is a card, with which a fork cannot compute, or a
+    virtual one, whose machine is chosen as torch is imported.
+    """
+    has_card = "VIRTUAL_GPU" in os.environ or Path("/dev/nvidiactl").exists()
+    return None if has_card else request.getfixturevalue("fork_server")
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 A program sees its own arguments, folder, environment, session, standard streams and exit handlers, and the
 `sitecustomize` on the path that its environment names; the kernel shows its marks in its environment. What happens
 before `import torch` is left out, and what only the start of an interpreter reads, such as PYTHONHASHSEED, is the
-server's. The keepers and probes that `autotune_amp` starts in it are forks, too. Linux alone.
+server's, as are CPU affinity, nice value and what the loader read. The keepers that `autotune_amp` starts in it are
+forks, too, and its children. Linux alone.
 """
 
 from __future__ import annotations
@@ -26,9 +27,7 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -70,17 +69,6 @@ class ForkedProcess:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def __enter__(self) -> ForkedProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.wait()
-
-    def communicate(self, input: None = None, timeout: float | None = None) -> tuple[None, None]:  # noqa: A002
-        """Wait for the end of a process without pipes."""
-        self.wait(timeout)
-        return input, None
-
     def _ended_within(self, seconds: float | None) -> int | None:
         with self._lock:
             if self.returncode is None and select.select([self._status], [], [], seconds)[0]:
@@ -95,14 +83,6 @@ class Forks:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._lock = threading.Lock()
-
-    @classmethod
-    @contextlib.contextmanager
-    def connected(cls, address: Any) -> Iterator[Forks]:
-        """Connect to the fork server at that address."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
-            channel.connect(address)
-            yield cls(channel)
 
     def popen(
         self,
@@ -170,26 +150,26 @@ class Forks:
                 texts.append(stream.read())
         return subprocess.CompletedProcess([sys.executable, *arguments], process.wait(), *texts)
 
-    def popen_keeper(self, command: Sequence[str], *, env: Mapping[str, str], **streams: Any) -> ForkedProcess:
-        """Start a keeper as a fork, by the command that starts one; the Python program that it keeps is one, too."""
+    def popen_keeper(self, command: Sequence[str], *, env: Mapping[str, str], **options: Any) -> ForkedProcess:
+        """Start a keeper as a fork, by the command that starts one; a Python program of torch that it keeps is one."""
         _, _, _, *arguments = command  # Python, its option, the keeper's file
-        del streams["start_new_session"]  # each fork has one
+        del options["start_new_session"]  # each fork has one
         own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        return self.popen([KEEPER, json.dumps(dict(env)), *arguments], env=own, **streams)
+        return self.popen([KEEPER, json.dumps(dict(env)), *arguments], env=own, **options)
 
 
-def forking_popen(connect: Callable[[], AbstractContextManager[Forks]]) -> Any:
-    """Return a `subprocess.Popen` that starts the keepers and probes of `autotune_amp` as forks, all else as ever."""
+TRUE_POPEN = subprocess.Popen
 
-    class Popen(subprocess.Popen):  # type: ignore[type-arg] # generic for a type checker alone
-        def __new__(cls, args: Any, *_: Any, **options: Any) -> Any:  # named as in `subprocess.Popen`
+
+def forking_popen(forks: Forks) -> Any:
+    """Return a `subprocess.Popen` that starts the keepers of `autotune_amp` as forks, and all else as ever."""
+
+    class Popen(TRUE_POPEN):  # type: ignore[type-arg] # generic for a type checker alone
+        def __new__(cls, args: Any = (), *_: Any, **options: Any) -> Any:  # named as in `subprocess.Popen`
             parts: list[Any] = [args] if isinstance(args, str | bytes | os.PathLike) else list(args)
-            is_keeper = parts[1:2] == ["-I"] and str(parts[2]).endswith("/processes/keeper.py")
-            is_probe = parts[1:3] == ["-m", "autotune_amp.hardware.measuring"]
-            if not is_keeper and not is_probe:
-                return super().__new__(cls)
-            with connect() as forks:
-                return forks.popen_keeper(parts, **options) if is_keeper else forks.popen(parts[1:], **options)
+            if len(parts) > 2 and parts[1] == "-I" and str(parts[2]).endswith("/processes/keeper.py"):
+                return forks.popen_keeper(parts, **options)
+            return super().__new__(cls)
 
     return Popen
 
@@ -220,36 +200,19 @@ class ForkServer(Forks):
 
 @contextlib.contextmanager
 def forked_programs(server: ForkServer) -> Iterator[None]:
-    """Fork the keepers and probes that this process starts meanwhile."""
-    popen = subprocess.Popen
-    subprocess.Popen = forking_popen(lambda: contextlib.nullcontext(server))  # type: ignore[misc]
+    """Fork the keepers that this process starts meanwhile."""
+    subprocess.Popen = forking_popen(server)  # type: ignore[misc]
     try:
         yield
     finally:
-        subprocess.Popen = popen  # type: ignore[misc]
+        subprocess.Popen = TRUE_POPEN  # type: ignore[misc]
 
 
 def _serve(channel: socket.socket, mark_addresses: dict[str, int]) -> None:
-    """Fork for each request and answer with the number of the fork; write its exit status to the pipe it came with.
-
-    Requests come from the channel, until it is closed, and from forks, which connect.
-    """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(f"\0forked_python-{os.getpid()}")  # a name without a file
-    listener.listen()
-    channels = {channel.fileno(): channel}
-    for name in PRELOADED:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
-    channel.send(READY)
+    """Fork for each request and answer with the number of the fork; write its exit status to the pipe it came with."""
     running: dict[int, tuple[int, int]] = {}  # a process's number and the pipe for its status, by its pidfd
     while True:
-        for ready in select.select([listener.fileno(), *channels, *running], [], [])[0]:
-            if ready == listener.fileno():
-                accepted, _ = listener.accept()
-                channels[accepted.fileno()] = accepted
-                continue
+        for ready in select.select([channel.fileno(), *running], [], [])[0]:
             if ready in running:
                 pid, status = running.pop(ready)
                 with contextlib.suppress(BrokenPipeError):  # nobody waits for it
@@ -257,35 +220,41 @@ def _serve(channel: socket.socket, mark_addresses: dict[str, int]) -> None:
                 os.close(status)
                 os.close(ready)
                 continue
-            request, descriptors, _, _ = _received(channels[ready])
+            request, descriptors, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 5)
             if not request:
-                if channels[ready] is channel:
-                    return
-                channels.pop(ready).close()
-                continue
+                return
             pid = os.fork()
             if pid == 0:
-                address = listener.getsockname()
-                for each in (listener, *channels.values()):
-                    each.close()
+                channel.close()
                 for descriptor, (_, status) in running.items():
                     os.close(descriptor)
                     os.close(status)
-                subprocess.Popen = forking_popen(partial(Forks.connected, address))  # type: ignore[misc]
-                _become(descriptors, mark_addresses, **json.loads(request))
+                asked = json.loads(request)
+                if asked["arguments"][0] != KEEPER:
+                    subprocess.Popen = forking_popen(_own_server(descriptors, mark_addresses))  # type: ignore[misc]
+                _become(descriptors, mark_addresses, **asked)
             running[os.pidfd_open(pid)] = pid, descriptors.pop()
             for descriptor in descriptors:
                 os.close(descriptor)
-            with contextlib.suppress(BrokenPipeError):  # a fork that has ended
-                channels[ready].send(str(pid).encode())
+            channel.send(str(pid).encode())
 
 
-def _received(channel: socket.socket) -> tuple[bytes, list[int], int, Any]:
-    """Return a request with its descriptors, as `socket.recv_fds` does; an empty one where the other end is gone."""
-    try:
-        return socket.recv_fds(channel, MAX_REQUEST_BYTES, 5)
-    except ConnectionResetError:
-        return b"", [], 0, None
+def _own_server(descriptors: list[int], mark_addresses: dict[str, int]) -> Forks:
+    """Fork a server for what this process will start, whose forks are so its descendants; it ends with this process.
+
+    `descriptors` are this process's, which the server closes.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        try:
+            _serve(theirs, mark_addresses)
+        finally:
+            os._exit(0)
+    theirs.close()
+    return Forks(ours)
 
 
 def _become(
@@ -383,4 +352,9 @@ if __name__ == "__main__":
     _getenv.restype = ctypes.c_void_p
     _addresses = {name: _getenv(name.encode()) for name in MARKS}
     with socket.socket(fileno=int(sys.argv[1])) as _channel:
+        for _name in PRELOADED:
+            importlib.import_module(_name)
+        gc.collect()
+        gc.freeze()
+        _channel.send(READY)
         _serve(_channel, _addresses)

@@ -56,7 +56,6 @@ def test_killed_at_random_moments_the_same_command_goes_on(training: CommandLine
     assert done.document["search"]["num_trials"] == sum(line["purpose"] not in CHECKS for line in lines(training))
 
 
-@pytest.mark.slow
 def test_ctrl_c_saves_the_best_so_far_and_a_second_search_in_the_folder_is_refused(training: CommandLine) -> None:
     first = training.start("search", *SEARCH, "--json")
     wait_for_lines(training, first, 1)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from backend_contract import BackendContract, Made
 from conftest import is_gone
+from forked_python import TRUE_POPEN
 from listening import Listener
 from msgspec.structs import replace
 
@@ -21,7 +22,6 @@ from autotune_amp.core.errors import BudgetTooSmallError
 from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.processes import process
 from autotune_amp.processes.local import Isolation, LocalBackend, Payload, can_fork
 from autotune_amp.processes.process import ProcessEndedError, Watcher
 from autotune_amp.trial.jobs import Check, Describe, Trial
@@ -131,7 +131,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     if not can_fork():
         pytest.skip("trials are not forked here")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "subprocess", subprocess)  # a true start
+        patch.setattr(subprocess, "Popen", TRUE_POPEN)  # a true start
         patch.setenv("OWN_TOKEN", "secret")
         made = Opened(tmp_path_factory.mktemp("forked"), "forked")
     with made.backend:
@@ -300,8 +300,11 @@ def test_a_trial_over_its_memory_limit_fails_cleanly(forked: Opened) -> None:
     assert isinstance(forked.run(4, memory_limit_bytes=1 << 29), Measurement)
 
 
-def test_no_process_of_ours_imports_torchao_before_fp8_is_tried(tmp_path: Path) -> None:
-    """It starts CUDA where it is imported, and nothing could be forked any more."""
+def test_no_process_of_ours_imports_torchao_before_fp8_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts CUDA where it is imported, and nothing could be forked any more. In a true start."""
+    monkeypatch.setattr(subprocess, "Popen", TRUE_POPEN)
     (tmp_path / "torchao").mkdir()
     (tmp_path / "torchao/__init__.py").write_text("print('torchao', 'imported')")
     opened = Opened(tmp_path, "kept")

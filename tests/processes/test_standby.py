@@ -67,7 +67,6 @@ def loss(model, batch):
     priorities = {os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir("/proc/self/task")}
     print("trains", os.getpid(), "by", torch.get_num_threads(), "threads at", priorities)
     print("weight", model.weight.detach().flatten().tolist(), "in", os.getpid())
-    print("torchao" in sys.modules and "torchao is there")
     return model(batch).square().mean()
 
 def workload():
