@@ -83,6 +83,7 @@ class Forks:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._lock = threading.Lock()
+        self._number = 0  # of the latest request: an answer to one that was interrupted may come later
 
     def popen(
         self,
@@ -114,6 +115,7 @@ class Forks:
         theirs += [*map(os.dup, pass_fds), theirs_status]
         environment = dict(os.environ if env is None else env)
         request = {
+            "number": 0,
             "arguments": list(arguments),
             "cwd": str(cwd or Path.cwd()),
             "env": environment,
@@ -121,8 +123,13 @@ class Forks:
         }
         try:
             with self._lock:
+                self._number = request["number"] = self._number + 1
                 socket.send_fds(self._channel, [json.dumps(request).encode()], theirs)
-                pid = int(self._channel.recv(100))
+                number = 0
+                while number != self._number:
+                    answer = self._channel.recv(100)
+                    assert answer, "the fork server has ended"
+                    number, pid = map(int, answer.split())
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
@@ -186,6 +193,7 @@ class ForkServer(Forks):
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **dict.fromkeys(MARKS, "0" * MARK_LENGTH)},
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C at the terminal ends the tests, and so the channel
             )
         assert channel.recv(100) == READY, "the fork server did not start"  # imports are no program's time
 
@@ -223,20 +231,21 @@ def _serve(channel: socket.socket, mark_addresses: dict[str, int]) -> None:
             request, descriptors, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 5)
             if not request:
                 return
+            asked = json.loads(request)
+            number = asked.pop("number")
             pid = os.fork()
             if pid == 0:
                 channel.close()
                 for descriptor, (_, status) in running.items():
                     os.close(descriptor)
                     os.close(status)
-                asked = json.loads(request)
                 if asked["arguments"][0] != KEEPER:
                     subprocess.Popen = forking_popen(_own_server(descriptors, mark_addresses))  # type: ignore[misc]
                 _become(descriptors, mark_addresses, **asked)
             running[os.pidfd_open(pid)] = pid, descriptors.pop()
             for descriptor in descriptors:
                 os.close(descriptor)
-            channel.send(str(pid).encode())
+            channel.send(f"{number} {pid}".encode())
 
 
 def _own_server(descriptors: list[int], mark_addresses: dict[str, int]) -> Forks:
