@@ -115,7 +115,6 @@ class Forks:
         theirs += [*map(os.dup, pass_fds), theirs_status]
         environment = dict(os.environ if env is None else env)
         request = {
-            "number": 0,
             "arguments": list(arguments),
             "cwd": str(cwd or Path.cwd()),
             "env": environment,
@@ -123,13 +122,13 @@ class Forks:
         }
         try:
             with self._lock:
-                self._number = request["number"] = self._number + 1
-                socket.send_fds(self._channel, [json.dumps(request).encode()], theirs)
-                number = 0
-                while number != self._number:
+                self._number += 1
+                socket.send_fds(self._channel, [json.dumps({**request, "number": self._number}).encode()], theirs)
+                answered = 0
+                while answered != self._number:
                     answer = self._channel.recv(100)
                     assert answer, "the fork server has ended"
-                    number, pid = map(int, answer.split())
+                    answered, pid = map(int, answer.split())
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
