@@ -51,13 +51,13 @@ if TYPE_CHECKING:
 # Environment variables that affect the allocator, the threads and the kernels: names or prefixes.
 _SPEED_VARIABLES = (
     *("LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_"),
-    *("TORCH", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE"),
+    *("TORCH", "PYTORCH_", "ATEN_", "CUDA_", "CUBLAS_", "CUDNN_", "NCCL_", "TRITON_", "NVIDIA_TF32_OVERRIDE"),
 )
 # Set by this package in child processes, by torch, its compiler and scikit-learn in the running process, or by Slurm
 # for each job. Devices have parts of their own, and the location of files does not affect speed.
 _SET_BY_PROGRAMS = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_CACHE_PATH", "TORCH_HOME", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_INIT_AT_FORK"),
-    *("CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK"),
+    *("CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "KMP_DUPLICATE_LIB_OK"),
 )
 MAX_READ_BYTES = 1 << 24  # larger files (data, checkpoints) are compared by size and modification time
 # A larger container counts by its length and this many elements spread evenly over it, so that a list of a million file
@@ -94,9 +94,11 @@ def compute_fingerprint(
     for group, named in groups.items():
         parts |= {f"{group} {name}": _text_or_hash(value) for name, value in named.items()}
     parts |= {"platform" if name == "platform" else f"version of {name}": f"={v}" for name, v in versions().items()}
+    if identity.name == "unknown":  # of a host the devices are alike
+        parts["host of the device"] = f"={platform.node()}"
     for name, value in os.environ.items():
         if name.startswith(_SPEED_VARIABLES) and not (name in _SET_BY_PROGRAMS or is_from_launcher(name)):
-            parts[f"environment variable {name}"] = _hex(FingerprintBuilder().hash(value))
+            parts[f"environment variable {name}"] = text_digest(value)
     content = msgspec.json.encode(sorted(parts.items()))
     return Fingerprint(digest=hashlib.sha256(content).hexdigest(), parts=parts, unknown=unknown)
 
@@ -127,6 +129,11 @@ def file_digest(file: str | Path) -> str:
     if stat.st_size > MAX_READ_BYTES:
         return f"{stat.st_size} bytes of {stat.st_mtime_ns}"
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+
+
+def text_digest(text: str) -> str:
+    """Return 16 hexadecimal digits of the hash of a text, such as the value of a variable, which may be a password."""
+    return _hex(text.encode(errors="surrogateescape"))
 
 
 @functools.cache

@@ -195,7 +195,7 @@ class CommandBackend(WorkloadBackend):
         command.unsettable = unsettable_values = unsettable(command.line, rank)
         self._raise_if_ignored(today, rank)
         command.today, command.maker = today, None if loader is None else loader.maker
-        description = measure.description(rank, command.line.name, today, completed.began)
+        description = measure.description(rank, command.line.name, today, completed.began, command.num_sharing)
         self._reusable_runs[today] = command.line, completed
         other = probing_setting(today, unsettable_values, is_batch_free=job.is_batch_free)
         failed_values: dict[str, str] = {}

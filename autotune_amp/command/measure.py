@@ -134,8 +134,11 @@ def _num_tokens(first_steps: list[Step]) -> int | None:
     return sum(counts) if counts else None
 
 
-def description(rank: Rank, name: str, today: Setting, began: float) -> Description:
-    """Return the description of a command from a rank of its unchanged run, whose setting is `today`."""
+def description(rank: Rank, name: str, today: Setting, began: float, num_sharing: int = 1) -> Description:
+    """Return the description of a command from a rank of its unchanged run, whose setting is `today`.
+
+    `num_sharing` ranks divide a batch among them.
+    """
     loader = training_loader(rank)
     num_by_dtype = _num_parameters(rank)
     weights = _most_frequent_precision(num_by_dtype)
@@ -155,6 +158,7 @@ def description(rank: Rank, name: str, today: Setting, began: float) -> Descript
         accumulation_steps=today.accumulation_steps,
         weighs_passes=True,
         num_ranks=rank.world,
+        num_sharing=num_sharing,
         counted_flops=_counted_flops(rank, today),
     )
 

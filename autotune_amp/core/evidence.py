@@ -272,15 +272,18 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 _MAX_USEFUL_RATIO = 2.0
 
 
-def config_line(config: AmpConfig, num_ranks: int = 1) -> str:
-    """Return the config's precision, batch size, accumulation, further dimensions and loader workers on one line."""
+def config_line(config: AmpConfig, num_batches: int = 1) -> str:
+    """Return the config's precision, batch size, accumulation, further dimensions and loader workers on one line.
+
+    `num_batches` ranks each take a batch of that size.
+    """
     text = f"{config.precision}, batch size {config.batch_size}"
-    effective = f"effective batch size {config.effective_batch_size * num_ranks}"
-    if num_ranks > 1:
-        text += f" on each of {num_ranks} ranks"
+    effective = f"effective batch size {config.effective_batch_size * num_batches}"
+    if num_batches > 1:
+        text += f" on each of {num_batches} ranks"
     if config.accumulation_steps > 1:
         text += f", {config.accumulation_steps} accumulation steps ({effective})"
-    elif num_ranks > 1:
+    elif num_batches > 1:
         text += f", {effective}"
     further = [config.labelled([name]) for name in (*VARIANT_VALUES, "arguments")]
     workers = None if config.num_workers is None else count(config.num_workers, "loader worker")

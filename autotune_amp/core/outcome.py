@@ -396,7 +396,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     A resumed search uses only the lines with its `search_id`. `seconds` is the cost of the job, process start and
     set-up included; `start_seconds` of it is the start of its process: 0.0 in a process kept from an earlier trial,
-    None in a forked one and for a check. `round` numbers the confirmation rounds from 0. `loss_scale` is fp16's, `load`
+    None in a forked one and for a check. `round` numbers the confirmation rounds from 0, `session` the runs of the
+    search from 1: a resumed search goes on in the next one. `loss_scale` is fp16's, `load`
     the load by other processes meanwhile. `slot` is the device it ran on, None if the search uses one; up to
     `num_beside` other jobs ran at the same time. Fields that an earlier version did not write are None.
     """
@@ -415,6 +416,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     start_seconds: NotNegative | None = None
     slot: str | None = None
     num_beside: Whole = 0
+    session: Count = 1
 
     def __post_init__(self) -> None:
         outcome_type = _OUTCOME_TYPES.get(self.purpose, Measurement)
@@ -456,8 +458,9 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     with `weighs_passes` the training code weights them, with `keeps_effective_batch_size` it takes as many as give
     the same number of samples at every batch size. `trainer` names the framework's loop used for confirmation,
     None for that of the trials. `unsettable` maps a precision, or the name of a dimension, to the reason why it cannot
-    be changed; `notes` are for the user. Throughput is that of all `num_ranks` ranks together; `is_ranked` if they are
-    started by the search, and not by the command itself; `has_unused_parameters` is known only then. `checks` are the
+    be changed; `notes` are for the user. Throughput is that of all `num_ranks` ranks together, of which `num_sharing`
+    divide each batch among them; `is_ranked` if they are started by the search, and not by the command itself;
+    `has_unused_parameters` is known only then. `checks` are the
     possible kinds of check, *later* being fidelity on trained weights and *profile* the time of a step by operation, at
     a batch size of `check_batch_size` at most: rounding hardly depends on the batch size (studies/README.md). `loader`
     is the place in a command's code where its training loader is made, ``file:function:line``; without one, samples are
@@ -497,6 +500,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     unsettable: dict[str, str] = {}
     notes: tuple[str, ...] = ()
     num_ranks: Count = 1
+    num_sharing: Count = 1
     is_ranked: bool = False
     has_unused_parameters: bool = False
     checks: tuple[str, ...] = ("fidelity", "later", "calibration", "accumulation", "profile")
@@ -512,6 +516,11 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     def available_bytes(self, of_device: int, device: str) -> int:
         """Return the memory per process in bytes out of `of_device`: on a CPU the ranks share it."""
         return of_device // self.num_ranks if self.is_ranked and device == "cpu" else of_device
+
+    @property
+    def num_batches(self) -> int:
+        """Return the number of batches that all ranks together take at once."""
+        return self.num_ranks // self.num_sharing
 
     @property
     def today(self) -> Setting:

@@ -363,7 +363,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     def answer(self) -> list[tuple[str, str]]:
         """Return the (label, text) pairs to read first: what to set, its gain, how certain that is, and the reason."""
         config, evidence = self.config, self.evidence
-        own = explain.config_line(config, self.num_ranks)
+        own = explain.config_line(config, self.num_batches)
         return [
             ("set", f"nothing; {own} stays" if self.is_kept else own),
             ("speed", explain.throughput_line(evidence)),
@@ -384,7 +384,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         pauses = {"an evaluation": evidence.evaluation_seconds, "a checkpoint": evidence.checkpoint_seconds}
         pause_texts = [f"{name} takes {duration(seconds)}" for name, seconds in pauses.items() if seconds is not None]
         lines = [
-            ("config", explain.config_line(config, self.num_ranks)),
+            ("config", explain.config_line(config, self.num_batches)),
             ("speed", explain.speed_line(evidence)),
             ("speed-up", explain.speedup_line(config, evidence)),
             ("tokens", explain.tokens_line(evidence)),
@@ -471,7 +471,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
 
     def _repr_html_(self) -> str:
         further = [fact for fact in self.facts() if fact[0] not in ("config", "reason", "warning")]
-        title = f"{self.title()}: {explain.config_line(self.config, self.num_ranks)}"
+        title = f"{self.title()}: {explain.config_line(self.config, self.num_batches)}"
         details = {"Evidence": markup.definition_list(further), "Notes": self.notes_html()}
         folded = (markup.collapsible(name, body) for name, body in details.items() if body)
         return markup.notebook_box(title, self.answer_html(), self.warnings_html(), *folded)
@@ -482,6 +482,11 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         own = 1 if self.workload is None else self.workload.num_ranks
         ranks: int = self.options.get("num_ranks", 1)
         return own * ranks
+
+    @property
+    def num_batches(self) -> int:
+        """Return the number of batches that all ranks together take at once: some launchers divide one among ranks."""
+        return self.num_ranks if self.workload is None else self.num_ranks // self.workload.num_sharing
 
     @property
     def measured_flops(self) -> MeasuredFlops | None:

@@ -8,11 +8,13 @@ import json
 import os
 import re
 import shlex
+import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -22,7 +24,8 @@ from autotune_amp.core.errors import FormatError, InvalidRequestError
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.outcome import Description
 from autotune_amp.core.recommendation import Fingerprint, write_atomically
-from autotune_amp.fingerprint import file_digest, imported_names, user_modules
+from autotune_amp.distributed import is_from_launcher
+from autotune_amp.fingerprint import file_digest, imported_names, text_digest, user_modules, version
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.source import Source, folder_name
 from autotune_amp.search.space import Space
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 
 
 MAX_SOURCES = 2000  # more files take too long to compare before every cached recommendation
+# Variables that do not affect a training, or that devices and the program have parts for.
+_PLACES = {"PATH", "HOME", "PWD", "OLDPWD", "USER", "TMPDIR", "CUDA_VISIBLE_DEVICES"}
 _GONE = "gone"  # digest of a recorded file that no longer exists
 
 
@@ -113,9 +118,38 @@ def fingerprint_parts(line: CommandTemplate) -> dict[str, str]:
     """Return the parts of a command's fingerprint that are known before it runs: its arguments, values and files."""
     parts = {"command": f"={shlex.join(line.arguments)}"}
     parts |= {f"--value {name}": f"={word}" for name, word in line.values.items()}
-    return parts | {
-        f"file {file}": file_digest(file) for file in (*files_of_command(line.arguments), *map(Path, line.files))
-    }
+    files = [*files_of_command(line.arguments), *map(Path, line.files)]
+    parts |= {f"file {file}": file_digest(file) for file in files}
+    named = _named_in_code(path for path in files if path.suffix in (".py", ".sh"))
+    parts |= {f"environment variable {name}": text_digest(os.environ[name]) for name in named.variables}
+    program = shutil.which(line.arguments[0])
+    if program is None or Path(program).parent != Path(sys.executable).parent:
+        return parts | {"program": f"={program}"}  # its libraries are those of another environment
+    return parts | {f"version of {name}": f"={version(name)}" for name in named.libraries}
+
+
+class _Named(NamedTuple):
+    """Environment variables that are set, and installed libraries, which the code of a command names."""
+
+    variables: list[str]
+    libraries: list[str]
+
+
+def _named_in_code(files: Iterable[Path]) -> _Named:
+    """Return the variables and libraries that Python files and shell scripts name, in the order of their names.
+
+    Variables that tell the place of files, or a process its rank, do not count.
+    """
+    variables, libraries = set[str](), set[str]()
+    for path in files:
+        text = path.read_text(errors="replace")
+        is_python = path.suffix == ".py"
+        variables.update(re.findall(r"[\"']([A-Z][A-Z0-9_]*)[\"']" if is_python else r"\$\{?([A-Z][A-Z0-9_]*)", text))
+        libraries.update(name.partition(".")[0] for name in (imported_names(text) if is_python else ()))
+    return _Named(
+        sorted(each for each in variables & os.environ.keys() if each not in _PLACES and not is_from_launcher(each)),
+        sorted(each for each in libraries if each and version(each) is not None),
+    )
 
 
 class OpenedFiles:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 from autotune_amp.core.evidence import MIN_PROCESSES
 from autotune_amp.core.intervals import ratio_interval, t_quantile, unpaired_ratio_interval
@@ -86,8 +87,8 @@ def speedup(
 ) -> tuple[float | None, tuple[float, float] | None]:
     """Return the ratio of the median speeds, and the 95 % interval of the mean ratio.
 
-    The interval is over the rounds in which both ran or, without such a round, over the processes of both. Both results
-    are None if the two cannot be compared.
+    Both are over the rounds in which both ran or, without such a round, over the processes of both, and None if the two
+    cannot be compared.
     """
     if not baseline.measurements:
         return None, None
@@ -96,33 +97,34 @@ def speedup(
     are_confirmed = chosen.num_confirming and baseline.num_confirming
     if chosen.is_beside_others != baseline.is_beside_others and not are_confirmed:
         return None, None  # a GPU may be slower while others run
-    ratio = chosen.speed / baseline.speed
-    low, high = _ratio_in_rounds(chosen, baseline, records) or unpaired_ratio_interval(
-        chosen.speeds, baseline.speeds, other_process_speeds(records, chosen, baseline)
-    )
+    paired = _speeds_in_rounds(chosen, baseline)
+    if paired is None:
+        ratio = chosen.speed / baseline.speed
+        others = other_process_speeds(records, chosen, baseline)
+        low, high = unpaired_ratio_interval(chosen.speeds, baseline.speeds, others)
+    else:
+        ratio = median(paired[0]) / median(paired[1])
+        low, high = ratio_interval(*paired, _other_ratios(chosen, baseline, records))
     return ratio, (min(low, ratio), max(high, ratio))
 
 
-def _ratio_in_rounds(
-    chosen: SettingRuns, baseline: SettingRuns, records: Sequence[Record]
-) -> tuple[float, float] | None:
-    """Return the interval of the ratio over the rounds in which both ran, or None without such a round.
-
-    Other settings that ran in these rounds contribute to the estimate of the ratio's spread.
-    """
+def _speeds_in_rounds(chosen: SettingRuns, baseline: SettingRuns) -> tuple[list[float], list[float]] | None:
+    """Return the speeds of both in the rounds in which both ran, in the rounds' order, or None without such a round."""
     chosen_speeds, baseline_speeds = (dict(zip(runs.rounds, runs.speeds, strict=False)) for runs in (chosen, baseline))
     shared = sorted(chosen_speeds.keys() & baseline_speeds.keys())
-    if not shared:
-        return None
+    return ([chosen_speeds[r] for r in shared], [baseline_speeds[r] for r in shared]) if shared else None
+
+
+def _other_ratios(chosen: SettingRuns, baseline: SettingRuns, records: Sequence[Record]) -> list[list[float]]:
+    """Return the ratios to the baseline of each other setting that ran in its rounds, to estimate their spread."""
+    baseline_speeds = dict(zip(baseline.rounds, baseline.speeds, strict=False))
     others: dict[Setting, list[float]] = {}
-    for record in ranking.without_lost_rounds(records):
+    for record in ranking.confirming_records(records):
         setting, outcome = record.candidate, record.outcome
         is_other = record.purpose == "confirm" and setting not in (chosen.candidate, baseline.candidate)
         if is_other and isinstance(outcome, Measurement) and record.round in baseline_speeds:
             others.setdefault(setting, []).append(outcome.samples_per_second / baseline_speeds[record.round])
-    return ratio_interval(
-        [chosen_speeds[r] for r in shared], [baseline_speeds[r] for r in shared], list(others.values())
-    )
+    return list(others.values())
 
 
 def other_process_speeds(records: Sequence[Record], *excluded: SettingRuns) -> list[list[float]]:

@@ -63,6 +63,7 @@ class Ledger:
         self.requested_objective = objective
         self.search_id = search_id
         self.records = tuple(records)
+        self.session = 1 + max((r.session for r in self.records), default=0)
         self.scales: dict[Setting, CalibrationResult] = loss_scales.calibration_results(records, num_steps)
         self._whole_space = space
         self.num_steps = num_steps
@@ -437,14 +438,18 @@ class Ledger:
     def _records_in_space(self) -> list[tuple[Record, Measurement]]:
         """Return the records of search trials that measured, and of fallback plans in the space, with the measurements.
 
-        A fallback plan may have a batch size outside the space.
+        A fallback plan may have a batch size outside the space. No setting that accumulates more than the baseline
+        counts once the check found accumulation inexact: it trains another model.
         """
+        num_steps = self.space.baseline.accumulation_steps
+        is_inexact = self.accumulation is not None and not self.accumulation.is_exact
         return [
             (r, r.outcome)
             for r in self.records
             if isinstance(r.outcome, Measurement)
             and r.purpose in ranking.BEFORE_CONFIRMATION
             and (r.purpose == "search" or r.candidate.with_own_workers in self.space.candidates)
+            and not (is_inexact and r.candidate.accumulation_steps > num_steps)
         ]
 
     def _reason_against(self, setting: Setting) -> str | None:

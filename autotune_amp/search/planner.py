@@ -25,7 +25,7 @@ from autotune_amp.core.text import count, duration
 from autotune_amp.dimensions import DIMENSIONS
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import ranking
-from autotune_amp.search.ledger import LOSS_SCALE, Ledger
+from autotune_amp.search.ledger import LOSS_SCALE, Ledger, Shortlist
 from autotune_amp.search.space import Space, is_hopelessly_slow
 from autotune_amp.trial.jobs import (
     MAX_TIMED_MICRO_BATCHES,
@@ -324,22 +324,36 @@ class Planner:
         return self._rounds_seconds(ledger, self.num_rounds(ledger))
 
     def confirming_environment(self, ledger: Ledger) -> dict[str, str]:
-        """Return the environment variables for the confirmation's contenders: the recommended ones if time allows.
-
-        A command's trials have measured the contenders in the user's own environment already, and count as
-        confirmation runs there: if `MIN_ROUNDS` runs in the recommended one do not fit, the runs that do are added to
-        those. Once the confirmation has run the winner, its environment stays.
+        """Return the environment variables for the confirmation's contenders: the recommended ones where they are worth
+        their runs. Once the confirmation has run, its environment stays.
         """
-        shortlist, recommended = ledger.final_shortlist, self.job_defaults.environment
-        if shortlist is None or not self.job_defaults.are_trials_fresh or shortlist.winner == shortlist.baseline:
-            return recommended
+        shortlist = ledger.final_shortlist
+        if shortlist is None:
+            return self.job_defaults.environment
         if self._confirming_environment is None:
-            confirmed_in = [
-                r.environment for r in ledger.records if r.purpose == "confirm" and r.candidate == shortlist.winner
-            ]
-            has_time = self._rounds_seconds(ledger, MIN_ROUNDS) <= self.budget.left()
-            self._confirming_environment = confirmed_in[-1] if confirmed_in else recommended if has_time else {}
+            is_worth = self._is_environment_worth(ledger, shortlist)
+            self._confirming_environment = self.job_defaults.environment if is_worth else {}
         return self._confirming_environment
+
+    def _is_environment_worth(self, ledger: Ledger, shortlist: Shortlist) -> bool:
+        """Whether to confirm the contenders in the recommended environment variables.
+
+        If the winner is the baseline, the variables must be able to gain what their runs cost. A command's trials have
+        measured the contenders in the user's own environment already, and count as confirmation runs there: unless
+        `MIN_ROUNDS` runs in the recommended one fit, the runs that do are added to those.
+        """
+        winner, recommended = shortlist.winner, self.job_defaults.environment
+        confirmed_in = [r.environment for r in ledger.records if r.purpose == "confirm" and r.candidate == winner]
+        if winner == shortlist.baseline:
+            if recommended in confirmed_in or not ledger.is_by_throughput:
+                return True
+            seconds = self.runs_seconds(ledger, [winner], self.job_defaults.num_starts(1))
+            return self.min_gain(MIN_ROUNDS * seconds) < ranking.MIN_GAIN
+        if not self.job_defaults.are_trials_fresh:
+            return True
+        if confirmed_in:
+            return confirmed_in[-1] == recommended
+        return self._rounds_seconds(ledger, MIN_ROUNDS) <= self.budget.left()
 
     def num_rounds(self, ledger: Ledger) -> int:
         """Return the number of confirmation rounds that fitted in half of the time at the first call: `MIN_ROUNDS`, 1
@@ -463,7 +477,7 @@ class Planner:
         if best is None:
             return trial
         assert isinstance(best.outcome, Measurement)
-        samples_per_second = best.outcome.samples_per_second / job_defaults.description.num_ranks
+        samples_per_second = best.outcome.samples_per_second / job_defaults.description.num_batches
         first_step_seconds = best.outcome.first_step_seconds
         num_reported_samples = setting.batch_size * trial.num_timed_micro_batches * trial.num_steps_per_report
         step_deadline = max(MIN_STEP_DEADLINE_SECONDS, DEADLINE_RATIO * num_reported_samples / samples_per_second)

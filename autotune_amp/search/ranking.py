@@ -149,11 +149,21 @@ def without_lost_rounds(records: Sequence[Record]) -> list[Record]:
     return [r for r in records if r.round is None or r.slot == slots[r.round]]
 
 
+def confirming_records(records: Sequence[Record]) -> list[Record]:
+    """Return the records of confirmation runs, of each round those of the last session that ran it.
+
+    The speeds of one session are comparable. A resumed search may run on another day, when the machine is faster or
+    slower.
+    """
+    confirming = [r for r in without_lost_rounds(records) if is_confirming(r)]
+    sessions = {r.round: r.session for r in confirming}  # the last record of each round decides
+    return [r for r in confirming if r.session == sessions[r.round]]
+
+
 def confirm_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> SettingRuns:
     """Return the confirmation processes of a candidate in exactly this environment."""
-    confirming = [r for r in without_lost_rounds(records) if r.candidate == candidate and is_confirming(r)]
-    confirming = [r for r in confirming if r.environment == environment]
-    return SettingRuns.of(candidate, confirming, are_confirming=True)
+    runs = [r for r in confirming_records(records) if r.candidate == candidate and r.environment == environment]
+    return SettingRuns.of(candidate, runs, are_confirming=True)
 
 
 def is_confirming(record: Record) -> bool:

@@ -204,6 +204,7 @@ class Runner:
             load=None if finished.meter is None else finished.meter.stop(),
             slot=watcher.slot,
             num_beside=finished.num_beside,
+            session=self.ledger.session,
         )
         if isinstance(job, Trial):
             record = replace(

@@ -39,10 +39,11 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     `candidates` are unique by precision and batch size, and ordered by both. `baseline` is measured even if it is not
     among them: with the user's own flags, or outside the requested ranges. `excluded` lists exclusions made before any
     trial, `notes` assumptions, `warnings` problems of the user's current training.
-    `effective_batch_size` is that of every candidate, in samples on one device; None if it is free. `num_ranks` devices
-    take an optimizer step together. `accumulation_withheld` is the reason that no setting may accumulate, or None.
-    `weights` is the type of the parameters, `has_tf32` says whether the device has TF32. `weighs_passes`: the training
-    code itself weights the passes that it accumulates; `keeps_effective_batch_size`: it accumulates by itself.
+    `effective_batch_size` is that of every candidate, in samples on one device; None if it is free. `num_batches`
+    are taken at once by all devices, which take an optimizer step together. `accumulation_withheld` is the reason that
+    no setting may accumulate, or None. `weights` is the type of the parameters, `has_tf32` says whether the device has
+    TF32. `weighs_passes`: the training code itself weights the passes that it accumulates;
+    `keeps_effective_batch_size`: it accumulates by itself.
     `variants` are non-default values of further dimensions by name, tried on the leader; `variants_left_out` those that
     cannot be tried, with the reason; `are_variants_named`: the user named them. `argument_values` are those of a
     command's own placeholders, `num_workers` is that of the loader today, as in `Description`. `checks` are the
@@ -55,7 +56,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     effective_batch_size: int | None = None
-    num_ranks: int = 1
+    num_batches: int = 1
     accumulation_withheld: str | None = None
     weights: Literal["fp32", "bf16", "fp16", "frozen_low"] = "fp32"
     has_tf32: bool = False
@@ -89,8 +90,8 @@ def dimensions_tried_on_leader(argument_values: Mapping[str, tuple[str, ...]]) -
 
 def build_space(hardware: Hardware, description: Description, options: SearchOptions) -> Space:
     """Return the space of a search. Raises `InvalidRequestError` with the valid values if no setting is left."""
-    num_ranks = options.num_ranks * description.num_ranks
-    baseline, effective, notes = _baseline(hardware, description, options, num_ranks)
+    num_batches = options.num_ranks * description.num_batches
+    baseline, effective, notes = _baseline(hardware, description, options, num_batches)
     fixed = description.accumulation_steps if "accumulation_steps" in description.unsettable else None
     precisions = PRECISION.choices(hardware, description, options)
     if not precisions.values:
@@ -109,7 +110,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
     elif recipes.left_out and "fp8" in left_out:
         left_out["fp8"] = next(iter(recipes.left_out.values()))
     excluded = [Exclusion(precision=p, batch_size=None, reason=why) for p, why in left_out.items()]
-    sizes, too_large = _batch_sizes(baseline.batch_size, effective, description.num_samples, options, num_ranks)
+    sizes, too_large = _batch_sizes(baseline.batch_size, effective, description.num_samples, options, num_batches)
     if "batch_size" in description.unsettable:
         sizes, too_large = [baseline.batch_size], None
         notes.append(f"Only batch {baseline.batch_size} is tried: {description.unsettable['batch_size']}.")
@@ -129,7 +130,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
         excluded=tuple(excluded),
         notes=(*notes, *description.notes),
         effective_batch_size=effective,
-        num_ranks=num_ranks,
+        num_batches=num_batches,
         weights=description.weights,
         has_tf32=hardware.has_tf32,
         weighs_passes=description.weighs_passes,
@@ -223,7 +224,7 @@ def _needs_as_much_memory(measured: Mapping[Setting, Measurement], precision: Pr
 
 
 def _baseline(
-    hardware: Hardware, description: Description, options: SearchOptions, num_ranks: int
+    hardware: Hardware, description: Description, options: SearchOptions, num_batches: int
 ) -> tuple[Setting, int | None, list[str]]:
     """Return the baseline, the effective batch size to keep (None if free), and notes on assumptions."""
     precision, as_found = description.as_found_precision, not description.is_as_found_strict
@@ -253,7 +254,7 @@ def _baseline(
     baseline_total = size * description.accumulation_steps
     if description.keeps_effective_batch_size:
         baseline_total = description.today.effective_batch_size
-        if options.effective_batch_size not in (None, of_all := baseline_total * num_ranks):
+        if options.effective_batch_size not in (None, of_all := baseline_total * num_batches):
             notes.append(
                 f"--effective-batch-size {options.effective_batch_size} is ignored: the command itself accumulates to "
                 f"{of_all} at every batch size. Change that in the command to try others."
@@ -261,21 +262,36 @@ def _baseline(
     effective = None if is_assumed else baseline_total
     if options.effective_batch_size is not None and not description.keeps_effective_batch_size:
         free = options.effective_batch_size == "free"
-        effective = None if free else int(options.effective_batch_size) // num_ranks
+        effective = None if free else _of_one_batch(int(options.effective_batch_size), num_batches)
     fixed = description.accumulation_steps if "accumulation_steps" in description.unsettable else None
     if effective is not None and fixed and effective != baseline_total and effective % fixed == 0:
         size = replace_batch_size(effective // fixed, description.unsettable["accumulation_steps"])
     elif effective is not None and effective % size:
-        whole = of_all_ranks(effective, num_ranks)
+        whole = of_all_ranks(effective, num_batches)
         divisor = max(d for d in divisors(effective) if d <= size)
         size = replace_batch_size(divisor, f"{size} does not divide the effective batch size {whole}")
     if description.is_ranked and effective is not None and options.effective_batch_size is None:
         notes.append(
-            f"The effective batch size is {of_all_ranks(effective, num_ranks)}: each rank has that of one process "
+            f"The effective batch size is {of_all_ranks(effective, num_batches)}: each rank has that of one process "
             f"now. Use --effective-batch-size {effective} to keep that as the total."
         )
     steps = (effective or baseline_total) // size
     return Setting(precision=precision, batch_size=size, accumulation_steps=steps, as_found=as_found), effective, notes
+
+
+def _of_one_batch(effective_batch_size: int, num_batches: int) -> int:
+    """Return the part of an effective batch size that each of `num_batches` batches has, which are taken at once.
+
+    Raises `InvalidRequestError` if they cannot share it.
+    """
+    if effective_batch_size % num_batches:
+        nearest = max(1, round(effective_batch_size / num_batches)) * num_batches
+        raise InvalidRequestError(
+            f"--effective-batch-size {effective_batch_size} cannot be shared by the {num_batches} ranks that "
+            "the command starts.",
+            f"Give a multiple of {num_batches}, such as {nearest}.",
+        )
+    return effective_batch_size // num_batches
 
 
 def _usable(hardware: Hardware, description: Description) -> str:
@@ -287,11 +303,13 @@ def _usable(hardware: Hardware, description: Description) -> str:
 def with_accumulation_checked(space: Space, accumulation: Accumulation | None) -> Space:
     """Return the space without accumulating settings if the accumulation check failed.
 
-    Raises `InvalidRequestError` if no setting is left.
+    If the effective batch size is free, the settings stay: they accumulate as many passes as today's training. Raises
+    `InvalidRequestError` if no setting is left.
     """
     if accumulation is None or accumulation.is_exact or not space.accumulates:
         return space
-    space = _with_accumulation(space, 1, accumulation.reason, accumulation.next_step)
+    if space.effective_batch_size is not None:
+        space = _with_accumulation(space, 1, accumulation.reason, accumulation.next_step)
     if space.baseline.accumulation_steps == 1:
         return space
     note = f"The baseline, {space.baseline}, accumulates gradients that differ from those of the whole batch."
@@ -301,7 +319,8 @@ def with_accumulation_checked(space: Space, accumulation: Accumulation | None) -
 def _with_accumulation(space: Space, num: int, reason: str, next_step: str) -> Space:
     """Return the space with only the settings of `num` accumulation steps, besides the baseline.
 
-    An exclusion for each precision and a note are added. Raises `InvalidRequestError` if no setting is left.
+    An exclusion for each precision and a note are added. The space must have an effective batch size. Raises
+    `InvalidRequestError` if no setting is left.
     """
     whole = space.effective_batch_size
     assert whole is not None  # where it is free, all settings have the same accumulation steps
@@ -309,7 +328,7 @@ def _with_accumulation(space: Space, num: int, reason: str, next_step: str) -> S
     if not candidates:
         raise InvalidRequestError(
             f"Gradient accumulation cannot be used, and every batch size in the range needs it to keep the effective "
-            f"batch size {of_all_ranks(whole, space.num_ranks)}. {sentence(reason)}",
+            f"batch size {of_all_ranks(whole, space.num_batches)}. {sentence(reason)}",
             f"Give a --batch-size range and a dataset that include {whole // num}, or --effective-batch-size free.",
         )
     baseline_key = space.baseline.precision, space.baseline.batch_size
@@ -332,7 +351,7 @@ def _with_accumulation(space: Space, num: int, reason: str, next_step: str) -> S
 
 
 def _batch_sizes(
-    baseline: int, effective: int | None, num_samples: int | None, options: SearchOptions, num_ranks: int
+    baseline: int, effective: int | None, num_samples: int | None, options: SearchOptions, num_batches: int
 ) -> tuple[list[int], int | None]:
     """Return the batch sizes to try, ascending, and the smallest one that exceeds the dataset, or None.
 
@@ -358,7 +377,7 @@ def _batch_sizes(
         fitting = [d for d in divisors(effective or 1) if d <= (num_samples or d)]
         raise InvalidRequestError(
             f"No batch size from {low} to {high} divides the effective batch size "
-            f"{of_all_ranks(effective or 1, num_ranks)}, which is kept.",
+            f"{of_all_ranks(effective or 1, num_batches)}, which is kept.",
             f"Give a --batch-size range that includes one of {', '.join(map(str, _thin(fitting, keep=1)))}, or "
             "--effective-batch-size free, which lets it change.",
         )
@@ -371,9 +390,11 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def of_all_ranks(effective: int, num_ranks: int) -> str:
-    """Return the text for an effective batch size over all ranks, given that of one rank."""
-    return f"{effective}" if num_ranks == 1 else f"{effective * num_ranks} ({effective} on each of {num_ranks} ranks)"
+def of_all_ranks(effective: int, num_batches: int) -> str:
+    """Return the text for an effective batch size over `num_batches` ranks, given that of one."""
+    if num_batches == 1:
+        return f"{effective}"
+    return f"{effective * num_batches} ({effective} on each of {num_batches} ranks)"
 
 
 def _thin(sizes: list[int], keep: int) -> list[int]:

@@ -13,7 +13,7 @@ from autotune_amp.search.ranking import Merit, contenders, is_worth_a_change, le
 from autotune_amp.search.ranking import merit as merit_of
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import CheckAction, next_action
-from autotune_amp.search.stages.explore import smaller_seed
+from autotune_amp.search.stages.explore import smaller_batch
 
 SMALL, SLOW = at("bf16", 8), at("bf16", 4)
 BIG = at("bf16", 64)
@@ -177,12 +177,12 @@ def test_a_search_for_memory_tries_smaller_batches_until_they_are_too_slow() -> 
     sizes = {b: at("bf16", b) for b in (4, 8, 16, 32, 64)}
     where = Space(candidates=(FP32, *sizes.values()), baseline=FP32)
     log = Log().add(FP32, took(100, 400)).add(sizes[64], took(300, 500)).add(sizes[32], took(200, 300))
-    assert smaller_seed(ledger_of(log.records, where, None, "memory")) == sizes[16]
+    assert smaller_batch(ledger_of(log.records, where, None, "memory")) == sizes[16]
     log.add(sizes[16], took(150, 200))
-    assert smaller_seed(ledger_of(log.records, where, None, "memory")) == sizes[8]
+    assert smaller_batch(ledger_of(log.records, where, None, "memory")) == sizes[8]
     log.add(sizes[8], took(90, 100))
-    assert smaller_seed(ledger_of(log.records, where, None, "memory")) is None
-    assert smaller_seed(ledger_of([], where, None, "memory")) is None
+    assert smaller_batch(ledger_of(log.records, where, None, "memory")) is None
+    assert smaller_batch(ledger_of([], where, None, "memory")) is None
 
 
 def test_what_is_as_fast_is_ranked_by_what_can_go_wrong_then_by_size_then_by_workers() -> None:

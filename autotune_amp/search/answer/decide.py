@@ -175,7 +175,7 @@ def _was_confirmed(ledger: Ledger, environment: Mapping[str, str]) -> bool:
     environments = [environment, {}] if shortlist.winner == shortlist.baseline else [environment]
     return any(
         r.purpose == "confirm" and r.candidate == shortlist.winner and r.environment in environments
-        for r in ranking.without_lost_rounds(ledger.records)
+        for r in ranking.confirming_records(ledger.records)
     )
 
 
@@ -194,7 +194,7 @@ def gather_evidence(
     records, candidate = ranking.without_lost_rounds(ledger.records), chosen_runs.candidate
     confirming = [
         r.outcome
-        for r in records
+        for r in ranking.confirming_records(records)
         if isinstance(r.outcome, Measurement)
         and (r.purpose, r.candidate, r.environment) == ("confirm", candidate, environment)
         and r.loss_scale in (None, ledger.loss_scale(candidate))
@@ -259,18 +259,18 @@ def _ranks_evidence(records: Sequence[Record], description: Description | None) 
     """Return the evidence on how throughput scales with the number of ranks; None if each trial uses one rank."""
     if description is None or not description.is_ranked:
         return None
-    num_ranks, one_rank_record = description.num_ranks, next((r for r in records if r.purpose == "one_rank"), None)
-    if one_rank_record is None or not isinstance(one_rank_record.outcome, Measurement):
+    num_ranks, alone = description.num_ranks, next((r for r in records if r.purpose == "one_rank"), None)
+    if alone is None or not isinstance(alone.outcome, Measurement):
         return RanksEvidence(num_ranks=num_ranks)
-    one_rank_speed, all_ranks_speed = (
-        one_rank_record.outcome.samples_per_second,
-        best_runs(records, one_rank_record.candidate, one_rank_record.environment).speed,
-    )
+    runs = best_runs(records, alone.candidate, alone.environment)
+    if runs.failure is not None:  # with all ranks it failed in the confirmation
+        return RanksEvidence(num_ranks=num_ranks)
+    one_rank_speed = alone.outcome.samples_per_second
     return RanksEvidence(
         num_ranks=num_ranks,
-        setting=str(one_rank_record.candidate),
+        setting=str(alone.candidate),
         one_rank_samples_per_second=one_rank_speed,
-        efficiency=all_ranks_speed / (num_ranks * one_rank_speed),
+        efficiency=runs.speed / (num_ranks * one_rank_speed),
     )
 
 
@@ -411,7 +411,7 @@ def recommend(
         workload=workload,
         options={name: fields[name] for name in fields if name not in _OPTIONS_NOT_KEPT},
         objective=ledger.objective,
-        job=cost_of_training(decision.config, decision.evidence, options, workload.num_ranks),
+        job=cost_of_training(decision.config, decision.evidence, options, workload.num_batches),
         unit_price=unit_price(decision.evidence, options),
         utilization=utilization(decision, ledger.records, circumstances["hardware"], workload),
     )
@@ -446,7 +446,7 @@ def rerank(
     )
     records = _within_limits(records, precisions or PRECISIONS, memory_limit or math.inf)
     space = build_space(saved.hardware, saved.workload, new_options)
-    steps = new_options.horizon_steps(space.baseline.effective_batch_size * space.num_ranks)
+    steps = new_options.horizon_steps(space.baseline.effective_batch_size * space.num_batches)
     ledger = Ledger(space, records, objective=new_options.objective, num_steps=steps)
     confirming = [r for r in records if r.purpose == "confirm"]
     # The pairs of loss scale and growth interval that the search chose; other pairs that it replayed are not saved.
@@ -532,16 +532,17 @@ def rerank_with_options(
 
 
 def cost_of_training(
-    config: AmpConfig, evidence: Evidence, options: SearchOptions, num_measured_ranks: int = 1
+    config: AmpConfig, evidence: Evidence, options: SearchOptions, num_batches: int = 1
 ) -> TrainingCost | None:
     """Return the hours and price of a training run of the length in `options`, or None without a length.
 
-    The evidence is the throughput of a group of `num_measured_ranks` ranks, and `options.num_ranks` is the number of
-    such groups: hours are samples / (samples per second of a group * groups), with the inverted interval of the
-    throughput. Steps that fp16's loss scaler skips count as steps and take as long as others; no step replaces them. A
-    number of steps means steps of the recommended config, and the baseline is timed over the same number of samples.
+    The evidence is the throughput of a group of ranks that takes `num_batches` batches at once, and `options.num_ranks`
+    is the number of such groups: hours are samples / (samples per second of a group * groups), with the inverted
+    interval of the throughput. Steps that fp16's loss scaler skips count as steps and take as long as others; no step
+    replaces them. A number of steps means steps of the recommended config, and the baseline is timed over the same
+    number of samples.
     """
-    effective = config.effective_batch_size * num_measured_ranks * options.num_ranks
+    effective = config.effective_batch_size * num_batches * options.num_ranks
     if options.num_samples is not None:
         num_samples, num_steps = options.num_samples, -(-options.num_samples // effective)
     elif options.num_steps is not None:

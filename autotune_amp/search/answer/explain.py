@@ -405,7 +405,7 @@ def accumulation_warnings(
         warnings.append(
             f"The effective batch size changes from {current_size} to {new_size} samples per optimizer step, so that "
             "the learning rate may need tuning. "
-            f"Use --effective-batch-size {current_size * space.num_ranks} to keep it."
+            f"Use --effective-batch-size {current_size * space.num_batches} to keep it."
         )
     num_steps = [config.accumulation_steps, *(plan.accumulation_steps for plan in config.plans)]
     if max(num_steps) == 1:

@@ -46,10 +46,10 @@ class ConfirmationRounds:
     """Stage that runs the confirmation rounds, one run at a time.
 
     It runs at least `MIN_ROUNDS`, and more while it is undecided whether a contender is faster than the baseline. The
-    contenders run in the recommended `environment`, the baseline in the user's own. A resumed search runs only the
-    missing rounds. A failed setting is not run again, and the next run has to start another process. The workload's
-    evaluation and checkpoint are run once for each setting in its environment. If the slot of a round is lost, the
-    whole round runs on another one.
+    contenders run in the recommended `environment`, the baseline in the user's own. A failed setting is not run again,
+    and the next run has to start another process. The workload's evaluation and checkpoint are run once for each
+    setting in its environment. If the slot of a round is lost, the whole round runs on another one. A resumed search
+    runs those rounds wholly that lack a run, since the machine may be faster or slower by then.
     """
 
     is_exclusive: ClassVar[bool] = True
@@ -71,12 +71,10 @@ class ConfirmationRounds:
         if has_failed or job_defaults.num_together < len(self._loaded_runs):
             self._loaded_runs = []  # what waited was ended
         if not self._num_rounds_started:
-            if not self._is_environment_worth(ledger, planner):
-                self._environment = {}
             if not is_runner_up_worth(ledger, planner, self._contenders):
                 self._contenders = self._contenders._replace(runner_up=None)
         elif job_defaults.shares_processes:
-            records_of_round = [r for r in ledger.records if r.round == self._round]
+            records_of_round = [r for r in ledger.records if (r.round, r.session) == (self._round, ledger.session)]
             self._is_process_running = bool(records_of_round) and isinstance(records_of_round[-1].outcome, Measurement)
         while not (to_run := self._missing_runs(ledger)):
             if not self._rounds_left or (self._rounds_left[0] >= MIN_ROUNDS and self._should_stop(ledger, planner)):
@@ -134,22 +132,17 @@ class ConfirmationRounds:
         ]
 
     def _missing_runs(self, ledger: Ledger) -> list[ConfirmationRun]:
-        """Return the planned runs of this round that have not run yet on the slot of the round's last run."""
-        records_of_round = [r for r in ledger.records if r.round == self._round]
-        records_on_slot = [r for r in records_of_round if r.slot == records_of_round[-1].slot]
-        done = [(r.candidate, _purpose_of(r), r.environment) for r in records_on_slot]
-        return [run for run in self._planned_runs if run not in done]
-
-    def _is_environment_worth(self, ledger: Ledger, planner: Planner) -> bool:
-        """Whether the recommended environment variables may gain enough to justify confirmation runs.
-
-        Always true for another winner than the baseline and for other objectives than speed.
+        """Return the planned runs of this round that have not run yet on the slot of the round's last run: all of them
+        if that was in an earlier session and one is missing.
         """
-        winner, _, baseline = self._contenders
-        if winner != baseline or not ledger.is_by_throughput:
-            return True
-        num_starts = planner.job_defaults.num_starts(1)
-        return planner.min_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [winner], num_starts)) < MIN_GAIN
+        records_of_round = [r for r in ledger.records if r.round == self._round]
+        if not records_of_round:
+            return self._planned_runs
+        slot, session = records_of_round[-1].slot, records_of_round[-1].session
+        together = [r for r in records_of_round if (r.slot, r.session) == (slot, session)]
+        done = [(r.candidate, _purpose_of(r), r.environment) for r in together]
+        missing = [run for run in self._planned_runs if run not in done]
+        return self._planned_runs if missing and session != ledger.session else missing
 
     def _should_stop(self, ledger: Ledger, planner: Planner) -> bool:
         """Whether further rounds would decide nothing, or would take more time than the possible gain justifies."""

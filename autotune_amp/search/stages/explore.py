@@ -72,22 +72,21 @@ class SeedSettings(_ExplorationStage):
     """Stage that measures the baseline, the best setting of an earlier search for the same code, and every precision at
     the baseline's batch size.
 
-    It may use all the remaining time, since a precision that was not compared cannot be recommended. For the objective
-    memory it also tries smaller batches of the setting with the lowest peak.
+    It may use all the remaining time, since a precision that was not compared cannot be recommended.
     """
 
     def _seconds_left(self, ledger: Ledger, planner: Planner) -> float:  # noqa: ARG002 - the whole budget may be used
         return planner.budget.left()
 
     def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:  # noqa: ARG002
-        seed = untried_seed(ledger, planner.job_defaults)
-        return smaller_seed(ledger) if seed is None and ledger.objective == "memory" else seed
+        return untried_seed(ledger, planner.job_defaults)
 
 
 class PromisingSettings(_ExplorationStage):
     """Stage that tries the setting with the most expected gain per second by the throughput model.
 
-    While every trial has failed, it tries the smallest batch instead.
+    While every trial has failed, it tries the smallest batch instead, and for the objective memory the next smaller
+    batch of the setting with the lowest peak.
     """
 
     def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
@@ -104,7 +103,7 @@ class PromisingSettings(_ExplorationStage):
             untried = untried_settings(ledger, job_defaults.memory_limit_bytes)
             return min(untried, key=lambda c: c.batch_size, default=None)
         if ledger.objective == "memory":  # the settings with the highest throughput take the most memory
-            return None
+            return smaller_batch(ledger)
         return next_promising(
             ledger,
             planner,
@@ -135,7 +134,7 @@ def untried_seed(ledger: Ledger, job_defaults: JobDefaults) -> Setting | None:
     return next_seed(job_defaults.hardware, ledger.space, outcomes, limit, ledger.exclusions, job_defaults.similar_best)
 
 
-def smaller_seed(ledger: Ledger) -> Setting | None:
+def smaller_batch(ledger: Ledger) -> Setting | None:
     """Return the next smaller batch of the winner for the objective memory; None if it was tried. Pure.
 
     Batches shrink until one is slower than the baseline. The stages for speed would not try these.
@@ -182,7 +181,7 @@ def next_promising(
             compiling = max(compile_times, default=planner.compile_seconds(ledger))
         # For energy, or without the wait for data, `throughput` is not samples per second.
         speed = fastest if ledger.objective == "energy" else min(fastest, throughput_model.throughput(setting))
-        num_samples = setting.batch_size * num_timed_passes(setting) * planner.job_defaults.description.num_ranks
+        num_samples = setting.batch_size * num_timed_passes(setting) * planner.job_defaults.description.num_batches
         return compiling + planner.trial_seconds(ledger, num_samples / speed)
 
     def may_run(setting: Setting) -> bool:

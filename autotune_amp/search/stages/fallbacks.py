@@ -45,7 +45,8 @@ class Fallbacks:
         for contender in filter(None, contenders):
             for setting in missing_plans(ledger, contender):
                 is_split = setting.accumulation_steps > contender.accumulation_steps
-                if is_split and ledger.space.accumulation_withheld is None and ledger.accumulation is None:
+                is_possible = "accumulation" in ledger.space.checks and ledger.space.accumulation_withheld is None
+                if is_split and is_possible and ledger.accumulation is None:
                     return planner.accumulation_check(ledger)
                 if not is_split or ledger.is_accumulation_allowed:
                     return planner.job_defaults.trial(

@@ -46,8 +46,19 @@ class StudyFolder:
         self._is_new = False
 
     def cached(self) -> Recommendation | None:
-        """Return the recommendation in this folder, or None."""
-        return Recommendation.load(self.recommendation_path) if self.recommendation_path.exists() else None
+        """Return the recommendation in this folder, or None. Raises `StudyError` if the folder may not be entered."""
+        try:
+            exists = self.recommendation_path.exists()
+        except OSError as error:
+            raise self._unusable(error) from error
+        return Recommendation.load(self.recommendation_path) if exists else None
+
+    def _unusable(self, error: OSError | ValueError) -> StudyError:
+        return StudyError(
+            f"The study folder {self.path} cannot be used: {getattr(error, 'filename', None) or self.path}: "
+            f"{cause(error)}.",
+            "Choose another with --out, or fix its permissions.",
+        )
 
     def __enter__(self) -> StudyFolder:
         import filelock  # imported late: a cached recommendation must take less than 50 ms
@@ -70,11 +81,7 @@ class StudyFolder:
                 "Wait until it ends, or give this one another name with --study.",
             ) from error
         except (OSError, ValueError) as error:  # the latter for a NUL in the path
-            raise StudyError(
-                f"The study folder {self.path} cannot be used: {getattr(error, 'filename', None) or self.path}: "
-                f"{cause(error)}.",
-                "Choose another with --out, or fix its permissions.",
-            ) from error
+            raise self._unusable(error) from error
         return self
 
     def __exit__(
