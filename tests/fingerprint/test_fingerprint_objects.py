@@ -8,6 +8,7 @@ import importlib.util
 import linecache
 import logging
 import os
+import platform
 import socket
 import sys
 from collections import defaultdict
@@ -233,8 +234,24 @@ def test_a_storage_url_is_not_shown() -> None:
     assert not any("secret" in part for part in one.parts.values())
 
 
-COUNT = ("LD_PRELOAD", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "TORCHINDUCTOR_MAX_AUTOTUNE", "NVIDIA_TF32_OVERRIDE")
+COUNT = (
+    "LD_PRELOAD",
+    "ATEN_CPU_CAPABILITY",
+    "NCCL_ALGO",
+    "GLIBC_TUNABLES",
+    "OMP_NUM_THREADS",
+    "TORCHINDUCTOR_MAX_AUTOTUNE",
+    "NVIDIA_TF32_OVERRIDE",
+)
 DO_NOT_COUNT = ("CUDA_MODULE_LOADING", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_RUN_ID", "HOME")
+
+
+def test_a_device_without_a_name_is_known_by_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    unseen = DeviceIdentity(type="xpu", name="unknown", num_cpus=2, total_memory_bytes=0)
+    here = whole(unseen)
+    monkeypatch.setattr(platform, "node", lambda: "elsewhere")
+    assert [line.partition(" changed")[0] for line in here.differences(whole(unseen))] == ["host of the device"]
+    assert "host of the device" not in whole().parts
 
 
 def test_the_environment_counts_where_it_decides_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

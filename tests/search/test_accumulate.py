@@ -7,13 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from scripted_backend import accumulation, calibration, candidate, ledger_of
+from scripted_backend import ScriptedSearch, accumulation, calibration, candidate, fidelity, ledger_of
+from test_decide import Log
 from test_space import LOOP
 from test_space import space as built
 from test_whole_search import HELD, Machine
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan
-from autotune_amp.core.outcome import Accumulation, CheckOutcome, Failure, Record
+from autotune_amp.core.outcome import Accumulation, AccumulationVerdict, CheckOutcome, Failure, Record
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
 from autotune_amp.search import loss_scales
@@ -87,6 +88,49 @@ def test_what_is_not_shown_to_be_exact_is_withheld_with_the_reason(
     assert {e.batch_size for e in decision.excluded} == {32}
     again = ledger_of(on.ledger.records, built(**KEPT), on.ledger.scales)
     assert decide(again, environment=HELD) == decision, "judged from the records alone"
+
+
+@pytest.mark.parametrize("verdict", ["inexact", "unchecked"])
+def test_what_is_not_exact_is_never_recommended_for_memory_although_it_takes_the_least(
+    tmp_path: Path, verdict: AccumulationVerdict
+) -> None:
+    on = machine(tmp_path, accumulation(verdict))
+    on.objective = "memory"
+    decision = searched(on, built(**KEPT, objective="memory"))
+    assert Setting.of(decision.config) == candidate("bf16", 64)
+    splits = [r.candidate for r in on.ledger.records if r.purpose == "search" and r.candidate.accumulation_steps > 1]
+    assert splits == [], "the check comes first"
+
+
+def test_what_was_tried_before_accumulation_was_found_inexact_does_not_count() -> None:
+    whole, split = candidate("bf16", 64), candidate("bf16", 8, 8)
+    log = Log().add(candidate("fp32", 64), 100.0).add(whole, 200.0).add(split, 300.0)
+    assert split in ledger_of(log.records, built(**KEPT)).merits
+    log.add(split, accumulation("inexact"), "accumulation")
+    assert set(ledger_of(log.records, built(**KEPT)).merits) == {candidate("fp32", 64), whole}
+
+
+@pytest.mark.parametrize("verdict", ["inexact", "unchecked"])
+def test_where_the_effective_batch_size_is_free_the_passes_of_today_s_training_stay(
+    tmp_path: Path, verdict: AccumulationVerdict
+) -> None:
+    today = {"batch_size": 16, "accumulation_steps": 4}
+    where = built(precision=["fp32", "bf16"], effective_batch_size="free", about=today)
+    checked = judged(machine(tmp_path, accumulation(verdict)), where)
+    assert checked.candidates == where.candidates
+    assert checked.warnings, "what runs today is warned of"
+
+
+def test_a_command_whose_fallback_does_not_fit_is_not_split_without_a_check() -> None:
+    """The check needs a Workload, and no passes of a command were shown to add up."""
+    about = {"batch_size": 8, "accumulation_steps": 4, "checks": ("fidelity",), "weighs_passes": True}
+    where, winner = built(precision=["fp32", "bf16"], about=about), candidate("bf16", 32)
+    log = Log().add(where.baseline, 100.0).add(winner, 300.0).add(candidate("bf16", 16), fidelity("bf16"), "fidelity")
+    on = ScriptedSearch(where, lambda trial: Failure(kind="oom", message=f"{trial.candidate} is too large"))
+    on.ledger.records = tuple(log.records)
+    on.measure_fallbacks()
+    assert [spec.candidate for spec in on.backend.specs] == [candidate("fp32", 32)]
+    assert on.backend.checks == []
 
 
 def test_where_nothing_would_accumulate_nothing_is_checked(tmp_path: Path) -> None:

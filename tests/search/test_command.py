@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from scripted_backend import candidate, described
 
 from autotune_amp.core.command_template import CommandTemplate
@@ -104,6 +108,35 @@ def test_more_files_than_are_read_for_every_answer_cannot_be_compared(
     assert before.unknown == ()
     source.command.opened([str(folder / "plugin.py")])
     assert "more than 2 files" in source.with_opened(before).unknown[0]
+
+
+def test_the_environment_and_the_libraries_that_the_code_names_count(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "train.py").write_text("import os, torch\nwidth = os.environ['WIDTH']\nOTHER = 1")
+    (folder / "go.sh").write_text("python train.py --depth ${DEPTH}")
+    line = CommandTemplate.of(f"{shlex.quote(sys.executable)} train.py")
+    for name in ("WIDTH", "DEPTH", "OTHER", "RANK"):
+        monkeypatch.setenv(name, "1")
+    before = fingerprint_parts(line)
+    assert before["version of torch"] == f"={torch.__version__}"
+    assert [name for name in before if name.startswith("environment")] == ["environment variable WIDTH"]
+    assert "environment variable DEPTH" in fingerprint_parts(CommandTemplate.of("bash go.sh"))
+    monkeypatch.setenv("WIDTH", "secret")
+    after = fingerprint_parts(line)
+    assert {name for name, part in before.items() if after[name] != part} == {"environment variable WIDTH"}
+    assert "secret" not in str(after)
+
+
+def test_the_program_of_another_environment_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = CommandTemplate.of("python train.py")
+    programs = set[str]()
+    for name in ("one", "other"):
+        (folder / name).mkdir()
+        (folder / name / "python").touch(0o755)
+        monkeypatch.setenv("PATH", f"{folder}/{name}:{os.environ['PATH']}")
+        programs.add(fingerprint_parts(line)["program"])
+    assert programs == {f"={folder}/{name}/python" for name in ("one", "other")}
 
 
 def test_a_changed_command_is_told_as_it_was_typed(folder: Path) -> None:

@@ -215,6 +215,27 @@ def test_only_the_rounds_that_are_missing_are_run_by_a_search_that_goes_on() -> 
     assert [r.round for r in again if r.candidate == FP32] == [2]
 
 
+def test_a_round_that_an_earlier_session_left_half_runs_wholly_again() -> None:
+    """The machine may be slower by then; a round that is whole stays."""
+    machine = Machine("cuda:0")
+    machine.confirm()
+    machine.forget_after(*[r for r in machine.ledger.records if r.round in (None, 0, 1)][:-1])
+    machine.ledger.session += 1
+    again = machine.confirm()
+    assert {r.round for r in again} == {1, 2}
+    assert {r.candidate for r in again if r.round == 1} == {BF16, LARGER, FP32}
+    assert {r.session for r in again} == {2}
+
+
+def test_the_baseline_runs_again_beside_a_winner_of_another_session() -> None:
+    machine = Machine("cuda:0")
+    machine.confirm(shortlist=Shortlist(BF16, None, FP32))
+    machine.forget_after(*machine.ledger.records)
+    machine.ledger.session += 1
+    again = machine.confirm(shortlist=Shortlist(LARGER, None, FP32))
+    assert [sum(r.candidate == each for r in again) for each in (LARGER, FP32)] == [MIN_ROUNDS, MIN_ROUNDS]
+
+
 @pytest.mark.parametrize("evaluation_seconds", [0.5, 8.0, 1000.0])
 def test_an_evaluation_leaves_time_for_the_rounds(evaluation_seconds: float) -> None:
     machine = Machine("cpu", 80.0, 0.5, evaluation_seconds)

@@ -524,6 +524,26 @@ def test_the_efficiency_of_ranks_is_over_as_many_times_one_of_them() -> None:
     assert ranks.efficiency == pytest.approx(0.75)
 
 
+def test_ranks_whose_winner_failed_in_the_confirmation_have_no_efficiency() -> None:
+    log = Log().add(FP32, 100.0).add(BF16, 300.0).confirm(FP32, *[100.0] * 3).confirm(BF16, OOM)
+    ranks = decided(log.add(BF16, 100.0, "one_rank"), description=described(num_ranks=2, is_ranked=True)).evidence.ranks
+    assert ranks is not None
+    assert ranks.efficiency is None
+
+
+def test_what_is_confirmed_is_compared_within_one_session() -> None:
+    """A slow day's baseline makes no winner of what is slower than the baseline."""
+    log = Log().add(FP32, 60.0).add(BF16, 88.0, session=2)
+    for number in range(3):
+        log.add(FP32, 60.0, "confirm", round=number)
+    for number in range(2):
+        log.add(BF16, 88.0, "confirm", round=number, session=2).add(FP32, 100.0, "confirm", round=number, session=2)
+    found = decided(log)
+    assert found.config.precision == "fp32"
+    log.add(FP16, 120.0).add(FP16, 120.0, "confirm", round=0, session=2)
+    assert decided(log).evidence.speedup == pytest.approx(1.2), "of the round that both ran"
+
+
 def test_a_gain_is_over_the_baseline_as_it_ran_then() -> None:
     """The winner was not confirmed and the baseline was, at a third of the speed that both had before."""
     found = decided(Log().add(FP32, 100.0).add(BF16, 150.0).confirm(FP32, *[33.0] * 3)).evidence

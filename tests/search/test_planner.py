@@ -126,6 +126,20 @@ def test_a_command_s_winner_is_confirmed_with_recommended_variables_only_where_a
     assert search.planner.confirming_environment(search.ledger) == recommended, "no trial counts as a confirmation"
 
 
+@pytest.mark.parametrize(("start_seconds", "is_worth"), [(2.0, True), (25.0, False)])
+def test_variables_that_cannot_gain_what_their_runs_cost_are_not_recommended_either(
+    start_seconds: float, *, is_worth: bool
+) -> None:
+    recommended = {"MALLOC_TRIM_THRESHOLD_": "1"}
+    search = searched(start_seconds=start_seconds, budget_seconds=600.0, device="cpu")
+    search.set_start(recommended, start_seconds)
+    search.run(_Once(FP32))
+    planner = search.planner
+    assert planner.confirming_environment(search.ledger) == (recommended if is_worth else {})
+    search.ledger.append(replace(search.ledger.records[0], purpose="confirm", round=0, start_seconds=0.1, seconds=0.2))
+    assert planner.confirming_environment(search.ledger) == (recommended if is_worth else {}), "as the stages were told"
+
+
 class _Once:
     """A stage of one trial with its limits."""
 

@@ -56,6 +56,9 @@ FP8 = {"fp8_recipe": {"rowwise": None, "tensorwise": None}}
         (TOTAL, FREE, [2, 4, 8, 16, 32, 64]),
         (TOTAL, {"effective_batch_size": 32}, [2, 4, 8, 16, 32, 64]),
         (TOTAL, {"baseline": "fp32:8"}, [1, 2, 4, 8, 16, 32, 64]),
+        # A command whose ranks each take a batch shares the total among them; ranks that divide a batch have it all.
+        ({"num_ranks": 2}, {"effective_batch_size": 64}, [4, 8, 16, 32]),
+        ({"num_ranks": 2, "num_sharing": 2}, {"effective_batch_size": 64}, [4, 8, 16, 32, 64]),
         # A loop steps its optimizers itself, so that a batch is the effective batch.
         ({"unsettable": LOOP}, {}, [32]),
     ],
@@ -142,6 +145,8 @@ def test_precisions(
             "accumulation cannot be used",
             "--effective-batch-size free",
         ),
+        ({}, {"num_ranks": 3}, {"effective_batch_size": 100}, "cannot be shared by the 3 ranks", "such as 99"),
+        ({}, {"num_ranks": 3}, {"effective_batch_size": 1}, "cannot be shared by the 3 ranks", "such as 3"),
         ({}, {}, {"batch_size": "33:47", "effective_batch_size": 96}, "No batch size from 33 to 47", "1, 2, 3"),
         ({}, {}, {"baseline": "fp8:32"}, "with --try fp8_recipe", "Give a baseline in fp32"),
     ],

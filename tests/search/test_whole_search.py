@@ -13,6 +13,7 @@ from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome
 from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.search.ledger import Ledger, Shortlist
+from autotune_amp.search.options import Objective
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages import checks
 from autotune_amp.search.stages.explore import MAX_PROCESSES
@@ -35,6 +36,7 @@ class Machine:
         self.check_answers: dict[tuple[str, str, int], CheckOutcome] = {}
         self.oom_from: dict[Precision, int] = {}
         self.base: dict[Precision, float] = {"fp32": 100.0, "bf16": 200.0, "fp16": 2.0}
+        self.objective: Objective = "speed"
         self._folder, self._budget_seconds = folder, budget_seconds
         self._searched: ScriptedSearch | None = None
 
@@ -42,7 +44,12 @@ class Machine:
         """The search of `where`, begun or gone on with."""
         if self._searched is None:
             self._searched = ScriptedSearch(
-                where, self.answer, self._budget_seconds, check_answer=self.check, folder=self._folder
+                where,
+                self.answer,
+                self._budget_seconds,
+                check_answer=self.check,
+                folder=self._folder,
+                objective=self.objective,
             )
         return self._searched
 

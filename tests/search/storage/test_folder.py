@@ -70,6 +70,11 @@ def test_a_folder_is_used_by_one_search_at_a_time(tmp_path: Path) -> None:
         pass
 
 
+def test_a_folder_that_cannot_be_looked_into_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(StudyError, match="cannot be used"):
+        StudyFolder(str(tmp_path), "n" * 300).cached()
+
+
 def test_what_ends_with_nothing_measured_leaves_no_folder(tmp_path: Path) -> None:
     with StudyFolder(str(tmp_path / "studies"), "misspelt") as folder:
         assert folder.path.is_dir()
