@@ -94,10 +94,7 @@ def run_search(
                 if cached is not None and not is_fresh and not cached.search.was_interrupted:
                     for line in cached.fingerprint.differences(fingerprint):
                         progress.note(f"Searching again: {line}.")
-                # Parts that cannot be compared may have changed since a finished search: its trials do not count.
-                is_finished = cached is not None and not cached.search.was_interrupted
-                is_new = is_fresh or (is_finished and bool(fingerprint.unknown))
-                search_id = folder.search_id(fingerprint.digest, is_fresh=is_new)
+                search_id = folder.search_id(fingerprint, is_fresh=is_fresh)
                 try:
                     return search.run(backend, fingerprint, search_id, uses_shared_setting=not is_fresh)
                 except BaseException:  # a recommendation contains these lines itself

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted_backend import ScriptedSearch, all_well, candidate, measured, out_of_memory
 
+from autotune_amp.core.evidence import Objective
 from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome
 from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.search.ledger import Ledger, Shortlist
-from autotune_amp.search.options import Objective
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages import checks
 from autotune_amp.search.stages.explore import MAX_PROCESSES

@@ -16,7 +16,7 @@ import msgspec
 from autotune_amp.core.documents import Integer, cause, decode, open_regular, read_file
 from autotune_amp.core.errors import FormatError, StudyBusyError, StudyError
 from autotune_amp.core.outcome import Record
-from autotune_amp.core.recommendation import Recommendation, write_atomically
+from autotune_amp.core.recommendation import Fingerprint, Recommendation, write_atomically
 
 if TYPE_CHECKING:
     import filelock
@@ -95,9 +95,14 @@ class StudyFolder:
         with suppress(OSError):
             self._lock.release()
 
-    def search_id(self, digest: str, *, is_fresh: bool) -> str:
-        """Return the ID of the last search with this fingerprint, to resume it, or a new ID if `is_fresh`."""
-        prefix = f"{digest[:12]}-"
+    def search_id(self, fingerprint: Fingerprint, *, is_fresh: bool) -> str:
+        """Return the ID of the last search with this fingerprint, to resume it, or a new ID if `is_fresh`.
+
+        Also new if parts are unknown, since these may have changed, unless the folder's last search was interrupted.
+        """
+        cached = self.cached() if fingerprint.unknown else None
+        is_fresh = is_fresh or (cached is not None and not cached.search.was_interrupted)
+        prefix = f"{fingerprint.digest[:12]}-"
         id_pattern = re.compile(re.escape(prefix) + r"([0-9]{1,9})")
         numbers = [int(match[1]) for record in self.records() if (match := id_pattern.fullmatch(record.search_id))]
         return f"{prefix}{max(numbers, default=0) + 1 if is_fresh else max(numbers, default=1)}"

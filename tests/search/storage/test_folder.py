@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from scripted_backend import candidate
 
 from autotune_amp.core.errors import FormatError, StudyBusyError, StudyError
 from autotune_amp.core.outcome import Failure, Record
+from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.search.source import folder_name, study_name
 from autotune_amp.search.storage.folder import StudyFolder
 
@@ -42,21 +44,34 @@ def test_a_line_cut_anywhere_costs_only_itself(tmp_path_factory: pytest.TempPath
 
 def test_search_ids_go_on_or_begin_anew(tmp_path: Path) -> None:
     with StudyFolder(str(tmp_path), "one") as folder:
-        digest, other = "0" * 64, "1" * 64
-        assert folder.search_id(digest, is_fresh=False) == "000000000000-1"
+        one, other = (Fingerprint(digest=digit * 64, parts={}) for digit in "01")
+        assert folder.search_id(one, is_fresh=False) == "000000000000-1"
         folder.append(record(1, "000000000000-1"))
-        assert folder.search_id(digest, is_fresh=False) == "000000000000-1"
-        assert folder.search_id(digest, is_fresh=True) == "000000000000-2"
+        assert folder.search_id(one, is_fresh=False) == "000000000000-1"
+        assert folder.search_id(one, is_fresh=True) == "000000000000-2"
         assert folder.search_id(other, is_fresh=False) == "111111111111-1"
         assert folder.records("another") == []
+
+
+@pytest.mark.parametrize(("was_interrupted", "is_resumed"), [(True, True), (False, False)])
+def test_a_finished_search_with_parts_that_cannot_be_known_is_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, was_interrupted: bool, is_resumed: bool
+) -> None:
+    saved = Mock(**{"search.was_interrupted": was_interrupted})
+    monkeypatch.setattr(StudyFolder, "cached", lambda _: saved)
+    with StudyFolder(str(tmp_path), "one") as folder:
+        folder.append(record(1, "d" * 12 + "-1"))
+        for unknown, number in (((), 1), (("an open file",), 1 if is_resumed else 2)):
+            now = Fingerprint(digest="d" * 64, parts={}, unknown=unknown)
+            assert folder.search_id(now, is_fresh=False) == "d" * 12 + f"-{number}"
 
 
 def test_the_latest_search_of_a_folder_is_gone_on_with(tmp_path: Path) -> None:
     with StudyFolder(str(tmp_path), "demo") as folder:
         for number in (1, 2, 3):
-            search_id = folder.search_id("d" * 64, is_fresh=number > 1)
+            search_id = folder.search_id(Fingerprint(digest="d" * 64, parts={}), is_fresh=number > 1)
             folder.append(record(number, search_id))
-        assert folder.search_id("d" * 64, is_fresh=False) == search_id == "d" * 12 + "-3"
+        assert folder.search_id(Fingerprint(digest="d" * 64, parts={}), is_fresh=False) == search_id == "d" * 12 + "-3"
 
 
 def test_a_folder_is_used_by_one_search_at_a_time(tmp_path: Path) -> None:
@@ -111,7 +126,7 @@ def test_a_search_id_of_another_form_is_not_gone_on_with(tmp_path: Path) -> None
     with StudyFolder(str(tmp_path), "one") as folder:
         for end in ("2shares-1", "not a number", "9" * 5000):
             folder.append(msgspec.structs.replace(record(1), search_id="d" * 12 + "-" + end))
-        assert folder.search_id("d" * 64, is_fresh=False) == "d" * 12 + "-1"
+        assert folder.search_id(Fingerprint(digest="d" * 64, parts={}), is_fresh=False) == "d" * 12 + "-1"
 
 
 def test_a_folder_that_is_deleted_in_mid_search_is_one_error(tmp_path: Path) -> None:
