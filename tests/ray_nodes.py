@@ -32,8 +32,8 @@ for line in sys.stdin:
         os.environ.update(what["environment"])
         os.sched_setaffinity(0, what["cpus"] or affinity)
         # As each on its host: nodes that share one remove what another needs.
-        folder = {"temp_dir": f"{temporary}/{what['number']}", **({} if nodes else {"include_dashboard": False})}
-        node = cluster.add_node(num_cpus=what["num_cpus"], num_gpus=0, **folder)
+        options = {"temp_dir": f"{temporary}/{what['number']}", **({} if nodes else {"include_dashboard": False})}
+        node = cluster.add_node(num_cpus=what["num_cpus"], num_gpus=0, include_log_monitor=False, **options)
         os.sched_setaffinity(0, affinity)
         os.environ.clear()
         os.environ.update(environment)

@@ -32,7 +32,7 @@ OPTIONS = (
     "--try",
     "none",
     "--budget",
-    "90",
+    "60",
     "--study",
     "train-plain",
 )
