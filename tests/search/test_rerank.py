@@ -174,6 +174,18 @@ def test_what_a_training_takes_and_costs(finished: tuple[Recommendation, StudyFo
     assert of_two_ranks.num_samples == 2 * 1000 * effective, "each step takes a batch on each rank"
 
 
+@pytest.mark.parametrize(("num_sharing", "num_batches"), [(1, 2), (2, 1)])
+def test_ranks_that_divide_a_batch_take_one_together(
+    finished: tuple[Recommendation, StudyFolder], num_sharing: int, num_batches: int
+) -> None:
+    found = finished[0]
+    assert found.workload is not None
+    workload = msgspec.structs.replace(found.workload, num_ranks=2, num_sharing=num_sharing)
+    shared = msgspec.structs.replace(found, workload=workload)
+    assert shared.num_batches == num_batches
+    assert ("on each of 2 ranks" in dict(shared.facts())["config"]) is (num_batches == 2)
+
+
 def test_without_its_records_nothing_is_ranked(finished: tuple[Recommendation, StudyFolder], tmp_path: Path) -> None:
     found, folder = finished
     with pytest.raises(StudyError, match="lacks the trials"):
