@@ -221,7 +221,9 @@ class Workload:
             )
         optimizers = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
         are_optimizers = bool(optimizers) and all(hasattr(optimizer, "param_groups") for optimizer in optimizers)
-        is_data = callable(self.data) or hasattr(self.data, "__getitem__") or hasattr(self.data, "__iter__")
+        kinds = {kind.__name__ for kind in type(self.data).__mro__}  # torch is not imported for it
+        is_of_torch = not kinds.isdisjoint(("DataLoader", "IterableDataset"))
+        is_data = callable(self.data) or hasattr(self.data, "__getitem__") or is_of_torch
         sgd = "`lambda parameters: torch.optim.SGD(parameters, lr=0.1)`"
         requirements = {
             "model": (self.is_loop or callable(self.model), "an nn.Module or a function, as `lambda: MyModel()`"),

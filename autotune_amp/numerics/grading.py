@@ -43,9 +43,12 @@ _REUSES_CASTS = (
 )
 _NO_SIGNAL = (
     "there is nothing to compare with: fp32's own gradient is zero or rounding noise for every parameter, as that of "
-    "a loss over a single class"
+    "a loss over a single class, or of one that draws from a random generator of its own"
 )
-_FIX_LOSS = "Check it on data that the model learns from: with several classes, and labels that are not ignored."
+_FIX_LOSS = (
+    "Check it on data that the model learns from: with several classes, labels that are not ignored, and random "
+    "numbers by the global generators of torch, numpy or Python."
+)
 _FIX_STEP = "Fix the training in fp32 first: torch.autograd.set_detect_anomaly(True) names the operation."
 _FIX_TRAINING = "Lower the learning rate or clip gradients until training in fp32 stays finite, then check again."
 

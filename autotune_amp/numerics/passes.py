@@ -205,7 +205,7 @@ class Passes:
         self.model.zero_grad(set_to_none=True)
         loss = amp.total_loss(needs_autocast=MODES[precision].uses_autocast)
         if amp.num_steps == 0:
-            raise NoStepError
+            raise NoStepError("one call of train_step takes no optimizer step")
         self.num_steps_per_call = max(amp.steps_of.values())
         self.reuses_casts = self.reuses_casts or amp.reuses_casts
         return PassResult.from_tensors(loss, amp.gradients)
@@ -281,7 +281,7 @@ def _copied_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 class NoStepError(Exception):
-    """Raised if a call of train_step took no optimizer step, so that there are no gradients to compare."""
+    """Raised with the reason if a call of train_step leaves no gradients of one optimizer step to compare."""
 
 
 class GradientCollectingAmp(StepAmp):
@@ -333,8 +333,10 @@ class GradientCollectingAmp(StepAmp):
             self._collect(optimizer, 1.0)
         self._unscaled[id(optimizer)] = is_finite
 
-    def step(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> bool:
-        """Collect the gradients in place of a step, and return True."""
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> bool:
+        """Collect the gradients in place of a step, and return True. Raises `NoStepError` for a step with a closure."""
+        if any(map(callable, (*args, *kwargs.values()))):
+            raise NoStepError("a step with a closure computes several gradients")
         self.num_steps += 1
         self.steps_of[id(optimizer)] += 1
         if torch.is_autocast_enabled(self._device) and torch.is_autocast_cache_enabled():
@@ -431,7 +433,26 @@ def are_equal(one: Any, other: Any) -> bool:
     if not first or len(first) != len(second):
         return False
     pairs = zip(first, second, strict=True)
-    return all(a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+    return all(a.shape == b.shape and a.dtype == b.dtype and holds_equal(a, b) for a, b in pairs)
+
+
+def holds_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape hold the same numbers in the same places, NaN as in `torch.equal`."""
+    if one.layout != other.layout:
+        return False
+    stored = zip(_stored(one), _stored(other), strict=True)
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in stored)
+
+
+def _stored(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors that a tensor is stored as: itself, or the places and values of a sparse one."""
+    if tensor.layout == torch.strided:
+        return [tensor]
+    if tensor.is_sparse:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
 
 
 def _in_fp32(tensor: Tensor) -> Tensor:

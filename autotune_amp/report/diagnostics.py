@@ -45,7 +45,8 @@ def print_memory(profile: MemoryProfile, console: Console) -> None:
     advice on how to reduce memory."""
     console.print(Text(results.heading(profile)))
     names = [row.label for row, _ in results.measured_rows(profile)]
-    for first, lines in (("held by", results.parts(profile)), ("activations of", results.modules(profile))):
+    tables = ("held by", results.parts(profile)), ("activations of", results.modules(profile))
+    for first, lines in tables if names else ():  # none if only smaller batches fit
         table = new_table(first, *names[:-1], last=names[-1], first_width=_NAME_WIDTH)
         for label, *cells in lines:
             table.add_row(Text(one_line(label)), *cells, style="bold" if label == "peak" else "")

@@ -44,7 +44,7 @@ from autotune_amp.numerics.accumulation import (
     split_batch,
 )
 from autotune_amp.numerics.paired_runs import train_in_fp32
-from autotune_amp.numerics.passes import CheckedLoop, CheckInputs, NoStepError, Passes, raise_no_loss
+from autotune_amp.numerics.passes import CheckedLoop, CheckInputs, NoStepError, Passes, holds_equal, raise_no_loss
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.forward_wrapper import computes_in_half
 from autotune_amp.trial import data, failures
@@ -85,8 +85,8 @@ def _prepare_and_check(context: Context, spec: Check, tell: Tell, stack: ExitSta
     tell(Phase(_PHASES[spec.what].format(spec.candidate.precision)))
     try:
         return _run_check(inputs, spec, tell)
-    except NoStepError:
-        reason = "one call of train_step takes no optimizer step, so that it cannot be compared with fp32"
+    except NoStepError as error:
+        reason = f"{error}, so that it cannot be compared with fp32"
         if spec.what == "fidelity":
             return spec.unchecked(reason, "Give train_step a whole step of it, or compare runs of some hundred steps")
         return Failure(kind="workload_error", message=reason)
@@ -364,6 +364,6 @@ def _are_equal(first: Any, second: Any) -> bool:
     first_tensors, second_tensors = dict(batch_tensors(first)), dict(batch_tensors(second))
     return first_tensors.keys() == second_tensors.keys() and all(
         first_tensors[name].shape == second_tensors[name].shape
-        and torch.equal(first_tensors[name].nan_to_num(), second_tensors[name].nan_to_num())
+        and holds_equal(first_tensors[name].nan_to_num(), second_tensors[name].nan_to_num())
         for name in first_tensors
     )

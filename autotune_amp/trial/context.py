@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
@@ -11,10 +12,12 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.setting import Setting
@@ -26,7 +29,7 @@ from autotune_amp.trial.memory import BuildMemory, build_with_memory, file_bytes
 
 _OPAQUE_TYPES = (  # types whose contents `_walk` does not search for modules, tensors and optimizers
     *(str, bytes, int, float, complex, type(None)),
-    *(type, types.ModuleType, types.FunctionType, types.MethodType, Dataset, DataLoader),
+    *(type, types.ModuleType, types.FunctionType, types.MethodType, Dataset, DataLoader, _BaseDataLoaderIter),
 )
 # Packages whose objects are not searched either: restoring a lock or a queue could make a thread wait for ever.
 _CONCURRENCY_PACKAGES = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading")
@@ -178,6 +181,14 @@ def _restore_call(value: Any) -> Callable[[], object]:
     """Return a function that restores `value` in place to its current contents, attributes or generator state."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
+    if isinstance(value, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state(legacy=False))
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, numpy.random.BitGenerator):
+        return partial(setattr, value, "state", copy.deepcopy(value.state))
+    if isinstance(value, numpy.random.Generator):
+        return _restore_call(value.bit_generator)
     if isinstance(value, list | deque | set):
         contents = list(value)
         fill = value.update if isinstance(value, set) else value.extend
@@ -380,6 +391,7 @@ class Context:
         self._model: nn.Module | None = None  # the shared model, once it is built
         self._torch_state: dict[str, Any] = {}  # torch's global state (threads, TF32 flags, ...) after building it
         self._first_state: dict[str, Tensor] | None = None  # its state dict, which a kept worker restores
+        self._first_buffers: dict[str, Tensor] = {}  # those that the state dict does not contain
 
     def open(self, origin: str) -> None:
         """Create the workload from the source, by calling a function. `origin` names the source in error messages."""
@@ -449,9 +461,12 @@ class Context:
         else:
             # Not strict: quantized layers, as bitsandbytes', write entries that they do not read back.
             missing, _ = model.load_state_dict(self._first_state, strict=False)
-            if missing:  # an earlier job changed the names of the model's parameters
+            buffers = dict(model.named_buffers())
+            if missing or not self._first_buffers.keys() <= buffers.keys():  # an earlier job changed the names
                 self._model = self._first_state = None
                 return self.model(device)
+            for name, first in self._first_buffers.items():
+                buffers[name].data = first.to(buffers[name].device, copy=True)  # which may have another shape
         return model.to(device)
 
     def _keep_first_state(self) -> None:
@@ -462,6 +477,8 @@ class Context:
             self._model = self.build_memory = None
         else:
             self._first_state = {name: _copy_entry(value) for name, value in state.items()}
+            buffers = self._model.named_buffers()
+            self._first_buffers = {name: _copy_entry(value) for name, value in buffers if name not in state}
 
 
 def _copy_entry(value: Any) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from itertools import chain, count, islice
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain, count
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -29,6 +30,7 @@ Stream: TypeAlias = Generator[Any, None, None]
 _SHUFFLING_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 # An epoch is divided into this many parts, and so many consecutive batches come from different parts.
 _NUM_PARTS = 8
+_FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "torchdata", "transformers")
 _MAX_LISTED = 1_000_000  # samples of an epoch; listing more takes too long
 _MAX_POSITIONS = 100_000  # batches or samples that are drawn from an epoch
 
@@ -134,15 +136,26 @@ def _members(value: Any) -> Iterable[Any]:
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """Return the batch moved to the device: tensors, objects with a `to` method, and containers of them."""
-    if hasattr(batch, "to"):
-        return batch.to(device, non_blocking=True) if isinstance(batch, torch.Tensor) else batch.to(device)
-    if isinstance(batch, dict):
+    """Return the batch moved to the device: tensors, objects with a `to` method, containers and dataclasses of them."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if hasattr(type(batch), "to"):
+        return batch.to(device)
+    if type(batch) is dict:
         return {key: move_batch(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(move_batch(value, device) for value in batch))
     if isinstance(batch, (list, tuple)):
         return type(batch)(move_batch(value, device) for value in batch)
+    if isinstance(batch, MutableMapping):
+        moved: Any = copy.copy(batch)
+        moved.update({key: move_batch(value, device) for key, value in batch.items()})
+        return moved
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        moved = copy.copy(batch)
+        for name, value in vars(batch).items():
+            object.__setattr__(moved, name, move_batch(value, device))  # it may be frozen
+        return moved
     return batch
 
 
@@ -155,7 +168,11 @@ def copy_sample(sample: Any) -> Any:
 
 
 def rebuild_loader(loader: DataLoader[Any], num_workers: int | None = None, **settings: Any) -> DataLoader[Any]:
-    """Return the user's loader with these `settings` changed and, unless None, another number of worker processes."""
+    """Return the user's loader with these `settings` changed and, unless None, another number of worker processes.
+
+    A user's class with an `__iter__` of its own, which may change the batches, stays the class. The `__iter__` of a
+    framework's loaders shares batches among ranks or keeps their place, and is left out.
+    """
     num_workers = loader.num_workers if num_workers is None else num_workers
     if num_workers == 0:
         settings.pop("prefetch_factor", None)
@@ -163,7 +180,11 @@ def rebuild_loader(loader: DataLoader[Any], num_workers: int | None = None, **se
     if num_workers > 0:  # without workers a DataLoader refuses any but the defaults
         names += ["timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers", "in_order"]
     kept = {name: getattr(loader, name) for name in names}
-    return DataLoader(loader.dataset, **{**kept, "num_workers": num_workers, **settings})
+    rebuilt = DataLoader(loader.dataset, **{**kept, "num_workers": num_workers, **settings})
+    if not _is_standard_loader(loader) and type(loader).__module__.partition(".")[0] not in _FRAMEWORKS:
+        rebuilt.__class__ = type(loader)
+        vars(rebuilt).update({name: value for name, value in vars(loader).items() if name not in vars(rebuilt)})
+    return rebuilt
 
 
 def _is_standard_loader(loader: Any) -> bool:
@@ -279,6 +300,17 @@ def _random_positions() -> Iterator[float]:
             yield (part + generator.random()) / _NUM_PARTS
 
 
+def _listed(sampler: Iterable[Any]) -> Sequence[Any]:
+    """Return what a sampler draws in an epoch, single samples or lists of them, up to `_MAX_LISTED` samples."""
+    drawn, num_drawn = [], 0
+    for each in sampler:
+        drawn.append(each)
+        num_drawn += len(each) if isinstance(each, list | tuple) else 1
+        if num_drawn >= _MAX_LISTED:
+            break
+    return drawn
+
+
 class Spread(Sampler[Any]):
     """Sampler that draws each element of `sampler` once, in the order of `positions`, which are shares of what is left.
 
@@ -294,7 +326,7 @@ class Spread(Sampler[Any]):
         source: Any = self.sampler
         is_batched = type(source) is BatchSampler  # list its indices, which is cheaper than its batches
         sampler = source.sampler if is_batched else source
-        indices = range(len(sampler)) if type(sampler) is SequentialSampler else list(islice(sampler, _MAX_LISTED))
+        indices = range(len(sampler)) if type(sampler) is SequentialSampler else _listed(sampler)
         num_elements = len(indices)
         if is_batched:
             num_elements = (

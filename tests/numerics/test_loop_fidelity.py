@@ -110,6 +110,28 @@ def test_several_steps_in_a_call_are_said_not_to_be_followed(in_one_autocast: bo
     assert ("cast before the first" in found.reason) == in_one_autocast
 
 
+def test_a_step_with_a_closure_is_unchecked() -> None:
+    def build() -> dict[str, Any]:
+        net = mlp(8, 8)
+        return {"net": net, "optimizer": torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=2)}
+
+    def train_step(state: dict[str, Any], batch: Tensor, amp: Any) -> None:
+        def closure() -> Tensor:
+            state["optimizer"].zero_grad()
+            with amp.autocast():
+                loss = nn.functional.mse_loss(state["net"](batch), batch)
+            amp.backward(loss)
+            return loss
+
+        amp.step(state["optimizer"], closure)
+        amp.update()
+
+    found = checked(Workload(build=build, train_step=train_step, data=batches), "bf16")
+    assert isinstance(found, Fidelity), found
+    assert found.verdict == "unchecked"
+    assert "closure" in found.reason
+
+
 # -- one pass ----------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.paired_runs import lost_updates, perturb
-from autotune_amp.numerics.passes import Passes, fp32_copy
+from autotune_amp.numerics.passes import Passes, are_equal, fp32_copy
 from autotune_amp.precision.forward_wrapper import computes_in_half
 
 
@@ -130,6 +131,17 @@ def test_a_pass_knows_whether_it_drew_and_waits_once_however_many_parameters_the
     drawing = Passes(build("transformer with dropout"))
     drawing.run(0, "fp32")
     assert drawing.has_random_draws
+
+
+def test_batches_are_equal_if_they_hold_the_same_numbers_in_the_same_places() -> None:
+    dense_tensor = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    for made in (Tensor.clone, Tensor.to_sparse, Tensor.to_sparse_csr, Tensor.to_sparse_csc):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # sparse tensors are in beta
+            one, same, other = made(dense_tensor), made(dense_tensor), made(dense_tensor.flip(0))
+        assert are_equal({"x": one}, {"x": same})
+        assert not are_equal({"x": one}, {"x": other})
+        assert are_equal({"x": one}, {"x": dense_tensor}) is (made is Tensor.clone)
 
 
 class PackedWeight(nn.Parameter):

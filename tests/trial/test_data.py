@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+import itertools
+from collections import UserDict, namedtuple
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -160,6 +162,27 @@ def test_moving_keeps_the_shape_of_the_batch() -> None:
     assert moved["name"] == "x"
 
 
+class AttributeDict(dict[str, Any]):
+    """Whose `hasattr` raises, as this is often written."""
+
+    __getattr__ = dict.__getitem__
+
+
+@dataclass(frozen=True)
+class Scene:
+    image: torch.Tensor
+    name: str
+
+
+def test_moving_keeps_the_class_of_the_batch() -> None:
+    device, attributes = torch.device("meta"), AttributeDict(x=torch.zeros(2))
+    moved = data.move_batch([attributes, UserDict(x=torch.zeros(2)), Scene(torch.zeros(2), "park")], device)
+    assert [type(each) for each in moved] == [AttributeDict, UserDict, Scene]
+    assert {moved[0].x.device, moved[1]["x"].device, moved[2].image.device} == {device}
+    assert moved[2].name == "park"
+    assert attributes["x"].device.type == "cpu", "the batch itself stays"
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -183,6 +206,26 @@ def test_another_number_of_workers_keeps_everything_else(given: Any, num_workers
         assert (opened.loader.prefetch_factor, opened.loader.persistent_workers, opened.loader.timeout) == (4, True, 30)
         assert opened.loader.collate_fn is LOADER.collate_fn
     assert vars(LOADER) == before
+
+
+class Doubling(DataLoader[Any]):
+    """Changes the batches, by an attribute of its own."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.factor = 2.0
+
+    def __iter__(self) -> Any:
+        for (batch,) in super().__iter__():
+            yield self.factor * batch
+
+
+@pytest.mark.parametrize("arguments", [{}, {"num_workers": 1}])
+def test_a_loader_that_changes_its_batches_goes_on_doing_so(arguments: dict[str, int]) -> None:
+    loader = Doubling(TensorDataset(torch.ones(40)), batch_size=2)
+    opened = data.open_data(loader, 8, arguments)
+    assert next(opened.stream).tolist() == [2.0] * 8
+    assert (loader.batch_size, loader.num_workers) == (2, 0)
 
 
 @pytest.mark.parametrize("given", [LOADER.dataset, LOADER, lambda size: DataLoader(LOADER.dataset, batch_size=size)])
@@ -240,6 +283,14 @@ def test_an_epoch_draws_each_batch_once_as_its_sampler_makes_it(batch_size: int)
     first, second = batches[: len(expected)], batches[len(expected) :]
     assert sorted(first) == sorted(second) == expected
     assert len({str(order) for order in (first, second, expected)}) == 3
+
+
+def test_of_a_sampler_without_end_the_samples_of_a_long_epoch_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_MAX_LISTED", 100)
+    batches = (list(range(start, start + 4)) for start in itertools.count(step=4))
+    spread = list(data.Spread(batches, itertools.cycle([0.5])))
+    assert len(spread) == 25
+    assert sorted(spread)[-1] == [96, 97, 98, 99]
 
 
 def test_what_cannot_be_listed_keeps_its_order() -> None:

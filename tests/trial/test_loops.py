@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,10 +10,12 @@ from typing import Any
 
 import loop_samples
 import msgspec
+import numpy
 import pytest
 import torch
 from loop_samples import LOOPS, batches, build_gan, mlp
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController, Workload
 from autotune_amp.core.errors import WorkloadError
@@ -186,6 +189,30 @@ def test_steps_can_be_forgotten() -> None:
     assert "num_steps" not in held
     assert held["average"] is average
     assert torch.equal(torch.rand(1, generator=generator), drawn)
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw"),
+    [
+        (random.Random(0), random.Random.random),
+        (numpy.random.default_rng(0), numpy.random.Generator.random),
+        (numpy.random.RandomState(0), numpy.random.RandomState.random_sample),
+    ],
+)
+def test_draws_of_every_library_can_be_repeated(generator: Any, draw: Callable[[Any], float]) -> None:
+    state = LoopState({"net": nn.Linear(2, 2), "more": Holder(generator=generator)})
+    drawn = draw(generator)
+    state.restore_python_state()
+    assert draw(generator) == drawn
+
+
+def test_the_iterator_of_a_further_loader_goes_on_where_it_was() -> None:
+    further = iter(DataLoader([torch.tensor(float(i)) for i in range(12)], batch_size=1, num_workers=1))  # type: ignore[arg-type]
+    state = LoopState({"net": nn.Linear(2, 2), "further": further})
+    first = [float(next(further)) for _ in range(4)]
+    state.restore_python_state()
+    assert first + [float(next(further)) for _ in range(4)] == [*range(8)]
+    further._shutdown_workers()  # type: ignore[attr-defined]
 
 
 class OnDisk(dict[str, int]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -168,6 +169,25 @@ def test_a_kept_worker_goes_back_to_the_first_weights_of_any_module() -> None:
     assert torch.equal(again[0].weight, first)  # type: ignore[index] # as above
     again[0].added = nn.Parameter(torch.ones(1))  # type: ignore[index] # as a job that prunes it does
     assert context.model(torch.device("cpu")) is not model
+
+
+class Scaled(nn.Linear):
+    """With a buffer that its state dict lacks."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+
+
+def test_a_kept_worker_goes_back_to_the_first_buffers_too() -> None:
+    context = Context(Workload(Scaled, squared, images), is_kept=True)
+    context.open("a test")
+    model = context.model(torch.device("cpu"))
+    model.scale.fill_(math.nan)  # type: ignore[operator] # a buffer
+    assert context.model(torch.device("cpu")) is model
+    assert float(model.scale) == 1.0  # type: ignore[arg-type] # as above
+    model.register_buffer("scale", torch.zeros(4), persistent=False)  # as a cache that grows
+    assert context.model(torch.device("cpu")).scale.tolist() == [1.0]  # type: ignore[operator] # as above
 
 
 # -- a trial -----------------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def run_memory_profile(
                     changed = replace(setting, arguments=((argument, value),))
                     runs[changed] = measure_series(changed, None)
         leftovers = source.leftovers()
-    if not any(isinstance(run.first, MemoryBreakdown) for run in runs.values()):
+    if not any(num_bytes is not None for run in runs.values() for num_bytes in run.bytes_by_size.values()):
         failures = {setting.precision: run.first for setting, run in runs.items() if isinstance(run.first, Failure)}
         raise nothing_works_error(reasons, failures, "Fix the first error above, or give a smaller --batch-size.")
     return MemoryProfile(

@@ -259,6 +259,7 @@ def facts(profile: MemoryProfile) -> list[tuple[str, str]]:
                     f"{row.label}: {size(max(0, unused_bytes))} of it is cached by the allocator, without tensors",
                 )
             )
+    for row in profile.rows:  # also where today's batch size ran out of memory
         if row.largest is not None and profile.limit_bytes is not None:
             lines.append(("fits", f"{row.label}: {largest_line(row.largest, profile.limit_bytes)}"))
     for number, (row, _) in enumerate(row for row in measured_rows(profile) if not row[0].arguments):

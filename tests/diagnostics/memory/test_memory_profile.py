@@ -23,6 +23,7 @@ from autotune_amp.diagnostics.memory.results import (
     MemoryBreakdown,
     MemoryProfile,
     activations_by_group,
+    facts,
     largest_line,
     parts,
 )
@@ -109,6 +110,15 @@ def test_a_row_for_each_precision_and_its_reason() -> None:
     assert PROFILE.row("bf16") is bf16
     with pytest.raises(KeyError):
         PROFILE.row("fp8")
+
+
+def test_what_fits_is_told_where_todays_batch_does_not() -> None:
+    ran_out = SettingMemory(Failure(kind="oom", message="it took all"), {64: None, 32: 100 * MIB, 48: 150 * MIB})
+    rows = make_rows(("fp32",), {}, {setting("fp32", 64): ran_out}, 200 * MIB, None)
+    found = dict(facts(replace(PROFILE, rows=rows, limit_bytes=200 * MIB)))
+    assert "fp32: batch 6" in found["fits"]
+    assert "out of memory" in found["fp32"]
+    assert "batch 6" in printed(replace(PROFILE, rows=rows, limit_bytes=200 * MIB), 80)
 
 
 def test_another_value_of_an_argument_has_a_row_and_what_it_frees_is_told() -> None:
