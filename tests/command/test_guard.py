@@ -145,6 +145,14 @@ def test_what_was_there_stays_and_path_and_line_are_said(
     assert snapshot(mine) == before
 
 
+def test_a_command_that_sets_the_path_of_python_is_guarded(mine: Path) -> None:
+    (mine / "train.py").write_text("import helper; open('old/file', 'w')")
+    (mine / "src").mkdir()
+    (mine / "src" / "helper.py").touch()
+    ran = run_command(["env", "PYTHONPATH=src", sys.executable, "train.py"])
+    assert ran.events.first(Refused) is not None, ran.state.printed
+
+
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
