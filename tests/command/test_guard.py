@@ -80,6 +80,10 @@ WITH_TORCH = {
     "torch.save to a file": "torch.save({'a': 1}, open('old/file', 'wb'))",
     "torch.save as it was": "torch.save({'a': 1}, 'old/file', _use_new_zipfile_serialization=False)",
     "torch.jit.save": "torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), 'old/file')",
+    "a trace of a profiler": (
+        "profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]); profile.start(); "
+        "torch.ones(2); profile.stop(); profile.export_chrome_trace('old/file')"
+    ),
     "safetensors.torch": "import safetensors.torch as s; s.save_model(torch.nn.Linear(1, 1), 'old/file')",
 }
 PREAMBLE = "import logging.handlers, os, pathlib, shutil, sqlite3, sys, tempfile, zipfile\n"
@@ -321,6 +325,34 @@ def test_what_a_run_leaves_is_moved_and_data_that_are_complete_stay(
     assert all((study / "aside" / name).exists() for name in moved)
     kept = {str(Path(path).relative_to(mine)) for path in load_kept(study / "made.json")}
     assert {"data", "unpacked", "cache", "labels.cache"} <= kept if how == "trains" else not kept
+
+
+RENAMES = """
+os.makedirs('out/tmp/optimizer')
+for name in ('out/tmp/model', 'out/tmp/optimizer/state', 'out/tmp/optimizer/more'):
+    open(name, 'w').close()
+import subprocess
+subprocess.run([sys.executable, '-c', "import os; os.mkdir('out/tmp/rank'); open('out/tmp/rank/state', 'w')"])
+os.rename('out/tmp', 'out/checkpoint')
+open('out/checkpoint/model', 'w').close()
+made = tempfile.mkdtemp()
+os.mkdir(made + '/inner')
+open(made + '/inner/state', 'w').close()
+shutil.move(made, 'moved')
+print('went on')
+"""
+
+
+def test_a_folder_that_is_renamed_is_moved_with_all_that_is_in_it(
+    mine: Path, train: Callable[..., CompletedRun], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    study, before = tmp_path_factory.mktemp("study"), snapshot(mine)
+    ran = train(RENAMES, memory=study / "made.json", aside=study / "aside")
+    assert "went on" in ran.state.printed
+    assert snapshot(mine) == before
+    names = ("model", "optimizer/state", "rank/state")
+    assert all((study / "aside" / "out" / "checkpoint" / name).exists() for name in names)
+    assert (study / "aside" / "moved" / "inner" / "state").exists()
 
 
 def test_a_script_that_writes_where_it_is_runs_in_a_folder_of_its_own(
