@@ -327,6 +327,30 @@ def test_what_a_run_leaves_is_moved_and_data_that_are_complete_stay(
     assert {"data", "unpacked", "cache", "labels.cache"} <= kept if how == "trains" else not kept
 
 
+KEEPS = """
+import weakref
+from torch.utils.data import Dataset
+class Data(Dataset):
+    def prepare(self): ...
+class Tensor: ...
+class Trainer:
+    def fit(self):
+        tensor = Tensor()
+        open('log', 'w').close()
+        reference = weakref.ref(tensor)
+        del tensor
+        print('went on', reference())
+Trainer().fit()
+"""
+
+
+def test_creating_a_file_keeps_no_variable_of_the_training_loop_alive(
+    train: Callable[..., CompletedRun], fork_server: ForkServer
+) -> None:
+    with forked_programs(fork_server):
+        assert "went on None" in train(KEEPS).state.printed
+
+
 RENAMES = """
 os.makedirs('out/tmp/optimizer')
 for name in ('out/tmp/model', 'out/tmp/optimizer/state', 'out/tmp/optimizer/more'):

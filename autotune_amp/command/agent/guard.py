@@ -55,7 +55,8 @@ _CACHE_FOLDERS = {
     "": "~/Library/Caches",
 }
 # Classes, modules and standard-library functions that write downloaded or prepared data: see `_is_data`.
-_DATA_CLASSES = frozenset({"Dataset", "IterableDataset", "LightningDataModule"})
+_DATA_CLASSES = ("Dataset", "LightningDataModule")
+_MODULES_OF_DATA_CLASSES = ("torch.utils.data", "lightning.pytorch", "pytorch_lightning")
 _DATA_MODULES = (
     "datasets",
     "gdown",
@@ -341,10 +342,25 @@ def _is_data() -> bool:
             return True
         if code.co_name in _DATA_FUNCTIONS and module.partition(".")[0] in ("shutil", "tarfile", "urllib", "zipfile"):
             return True
-        if code.co_varnames[:1] == ("self",):
-            kinds = type(frame.f_locals.get("self")).__mro__
-            if any(kind.__name__ in _DATA_CLASSES for kind in kinds):
-                return True
+        if code.co_varnames[:1] == ("self",) and _is_method_of_data(frame, module):
+            return True
+    return False
+
+
+def _is_method_of_data(frame: Any, module: str) -> bool:
+    """Whether a frame runs a method of a dataset.
+
+    Its local variables are read only if a class of datasets has a method of this name in this module: until 3.12 Python
+    then keeps their objects, which are tensors in a training loop, as long as the method runs.
+    """
+    modules = filter(None, map(sys.modules.get, (module, *_MODULES_OF_DATA_CLASSES)))
+    named = [vars(each).get(name) for each in modules for name in _DATA_CLASSES]
+    kinds = [kind for kind in named if isinstance(kind, type)]
+    for kind in kinds:  # which grows
+        kinds += type.__subclasses__(kind)
+    for kind in kinds:
+        if any(base.__module__ == module and frame.f_code.co_name in vars(base) for base in kind.__mro__):
+            return isinstance(frame.f_locals.get("self"), tuple(kinds))
     return False
 
 
