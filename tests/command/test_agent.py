@@ -537,6 +537,25 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=8) if {data == "loader"
     assert {sum(each.sizes) for each in told} == {8 * 8 + 8 + 8 + 1}
 
 
+def test_gradients_can_be_read_after_a_frozen_step(train: Train) -> None:
+    told = train(
+        """
+optimizer = torch.optim.LBFGS(model.parameters())
+def closure():
+    optimizer.zero_grad()
+    loss = loss_of(model(inputs), targets)
+    loss.backward()
+    return loss
+for _ in range(3):
+    optimizer.step(closure)
+    assert all(p.grad.norm() > 0 for p in model.parameters())
+""",
+        frozen={"num_steps": 3, "max_entries": 1000},
+    ).of(Gradient)
+    assert len(told) == 3
+    assert len({each.weights for each in told}) == 1, "no step was taken"
+
+
 def test_weights_in_half_precision_are_raised_for_the_run_that_others_are_held_against(train: Train) -> None:
     text = """
 class Base(nn.Module):

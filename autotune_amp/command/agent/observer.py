@@ -206,6 +206,8 @@ class Observer:
             self._num_nested -= 1
             return
         self._running_step_frame = None
+        if self.gradient_recorder is not None:
+            self.gradient_recorder.restore_gradients()
         self.has_stepped = True
         if not (self.scaler_depth or self.ignores_steps):
             self.report_step(optimizer)
