@@ -616,6 +616,26 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=8):
     assert {dtype for step in rank.steps for _, _, dtype in step.forwards} == {"float32"}
 
 
+def test_lazy_modules_may_be_initialized_by_a_forward_in_training(train: Train) -> None:
+    heard = train(
+        """
+model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(1))
+model(torch.zeros(2, 8))
+model.append(nn.Linear(1, 1))
+mixed = nn.Sequential(nn.Linear(8, 1), nn.LazyLinear(1))
+never = nn.LazyLinear(1)
+optimizer = torch.optim.SGD([*model.parameters(), *mixed.parameters(), *never.parameters()], lr=0.01)
+for x, y in torch.utils.data.DataLoader(data, batch_size=8):
+    (loss_of(model(x), y) + loss_of(mixed(x), y)).backward()
+    optimizer.step()
+""",
+        frozen={"num_steps": 3, "max_entries": 1000},
+    )
+    assert not heard.of(Error)
+    assert len(heard.of(Gradient)) == 3
+    assert only(heard).steps[0].forwards == (("Sequential", 8, "float32"), ("Sequential", 8, "float32"))
+
+
 @pytest.mark.slow
 def test_no_thread_of_ours_lives_while_python_is_torn_down(tmp_path: Path) -> None:
     """In a fresh process, whose own end it is."""

@@ -19,7 +19,7 @@ from .batches import first_tensor
 from .channel import Channel
 from .imports import after_import
 from .outside.hooks import in_fp32
-from .passes import before_update, is_packed
+from .passes import before_update, is_packed, parameters_of
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -95,7 +95,7 @@ class GradientRecorder:
         return before_update(args, kwargs, lambda: record_gradients(optimizer))
 
     def _record_gradients(self, optimizer: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         number = self._observer.num_steps
         found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
         # GradScaler calls a fused optimizer for skipped steps too.

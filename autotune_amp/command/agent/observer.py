@@ -193,7 +193,7 @@ class Observer:
         if self.ignores_steps:
             return None
         if not self._is_loaded:  # no module has run
-            self._report_loaded(lambda: [p for group in optimizer.param_groups for p in group["params"]])
+            self._report_loaded(lambda: passes.parameters_of(optimizer))
         if self.scaler_depth:
             self.index_of(optimizer)  # DeepSpeed takes its parameters away after the step
         if self.diagnosis is not None:
@@ -349,7 +349,7 @@ class Observer:
 
     def _report_optimizer(self, optimizer: Any) -> None:
         """Give a new optimizer its index, take its parameters' device as that of the training, and report both."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = passes.parameters_of(optimizer)
         self._optimizers.append(weakref.ref(optimizer))
         self._num_steps_of.append(0)
         self.device = next((p.device for p in parameters if p.device.type != "cpu"), self.device)
