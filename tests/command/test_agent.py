@@ -673,6 +673,46 @@ for x, y in torch.utils.data.DataLoader(Stream(), batch_size=8):
     assert (loader.batch_size, loader.num_samples) == (8, None)
 
 
+def test_sizes_of_loaders_that_are_drawn_together_are_candidates_each(train: Train) -> None:
+    heard = train(
+        """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loaders = [torch.utils.data.DataLoader(data, batch_size=size) for size in (4, 10)]
+for (x, y), (others, _) in zip(*loaders):
+    loss_of(model(torch.cat([x, others]))[:4], y).backward()
+    optimizer.step()
+"""
+    )
+    assert batch_sizes(only(heard)) >= {4, 10}
+
+
+@pytest.mark.parametrize("size", ["[4, 2]", "np.int64(4)"])
+def test_a_batch_sampler_may_name_any_size_and_draws_by_the_seed(train: Train, size: str) -> None:
+    heard = [
+        train(
+            f"""
+import numpy as np
+class Buckets:
+    batch_size = {size}
+    def __iter__(self):
+        yield from (list(range(size)) for size in np.random.permutation(8) + 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for x, y in torch.utils.data.DataLoader(data, batch_sampler=Buckets()):
+    loss_of(model(x), y).backward()
+    optimizer.step()
+""",
+            seed=1,
+            sites=True,
+        )
+        for _ in range(2)
+    ]
+    assert not heard[0].of(Error)
+    samples = [[step.num_samples for step in only(each).steps] for each in heard]
+    assert samples[0] == samples[1]
+    (loader,) = only(heard[0]).loaders.values()
+    assert loader.batch_size == (None if "[" in size else 4)
+
+
 def test_a_batch_that_is_drawn_once_and_used_in_every_step_is_counted(train: Train) -> None:
     heard = train(
         """

@@ -47,6 +47,7 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
 
         random.seed(settings["seed"])
         torch.manual_seed(settings["seed"])
+        after_import("numpy.random", channel.shield(lambda numpy_random: numpy_random.seed(settings["seed"])))
     observer = Observer(channel)
     observer.passes.sample_dim = settings.get("sample_dim", 0)
     observer.counts_flops = settings.get("counts_flops", False)
