@@ -26,7 +26,7 @@ _REPLACED_PATH = re.compile(r"^[^#\n]*\bPYTHONPATH=(?![^\n;&]*\$\{?PYTHONPATH\b)
 _PATH_CHANGES = (_PATH_VARIABLE, "-C", "--chdir", "--directory")
 # Python's -c and -m after its options without a value; the code or the module may be joined to them.
 _CODE_OR_MODULE_OPTION = re.compile(r"-[bBdEhiIOPqRsStuvVx]*(?P<kind>[cm])(?P<joined>.*)", re.DOTALL)
-_OPTIONS_OF_PYTHON, _OPTIONS_OF_SHELLS = ("-W", "-X", "--check-hash-based-pycs"), ("-o", "-O")  # options with a value
+_OPTIONS_OF_PYTHON, _OPTIONS_OF_SHELLS = r"-[WX]|--check-hash-based-pycs", r"[-+]\w*[oO]"  # options with a value
 
 
 def likely_command(words: Sequence[str]) -> list[str] | None:
@@ -147,7 +147,7 @@ def _script_of(launcher: str, rest: Sequence[str], path: str | None) -> str | No
             _require_module(words[:1], launcher, path)
             is_launcher = any(each.startswith("torch.distributed.") for each in words[:1])
             return _script_of("torchrun", words[1:], path) if is_launcher else None
-        elif argument in (_OPTIONS_OF_SHELLS if is_shell else _OPTIONS_OF_PYTHON):
+        elif re.fullmatch(_OPTIONS_OF_SHELLS if is_shell else _OPTIONS_OF_PYTHON, argument):
             skips_next = True
         elif not argument.startswith(("-", "+")):
             return argument

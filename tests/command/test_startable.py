@@ -41,6 +41,8 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "python -m torch.distributed.run --standalone nope.py train.py",
         "accelerate launch --mixed_precision no nope.py",
         "bash -e nope.sh train.py",
+        "bash -euo pipefail nope.sh train.py",
+        "bash +O extglob nope.sh",
         "env A=1 nice -n 5 python nope.py",
     ],
 )
@@ -70,6 +72,8 @@ def test_a_script_that_is_not_there_is_named(path: str, command: str) -> None:
         ["docker", "run", "image", "python", "nope.py"],
         ["fit", "nope.py"],
         ["bash", "go.sh", "nope.py"],
+        ["bash", "-euo", "pipefail", "go.sh", "nope.py"],
+        ["bash", "-euo", "pipefail", "-c", "python nope.py"],
     ],
 )
 def test_what_cannot_be_told_to_be_missing_is_started(path: str, command: list[str]) -> None:
