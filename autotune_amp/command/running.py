@@ -200,6 +200,7 @@ class _CommandProcesses:
                 "PYTHONPATH": path,
                 "AUTOTUNE_AMP_AGENT": json.dumps({**agent, "socket": self._socket}),
                 "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # these trackers cannot be turned off
+                "MLFLOW_ALLOW_FILE_STORE": "true",  # else newer versions of MLflow refuse that address
                 "TRACKIO_DIR": f"{folder}/trackio",
             },
             folder,
