@@ -275,8 +275,8 @@ def todays_precision(rank: Rank) -> Precision:
 
 
 def _num_parameters(rank: Rank) -> Counter[str]:
-    """Return the number of parameters in all optimizers of the rank, by dtype."""
-    return sum((Counter(optimizer.num_parameters) for optimizer in rank.optimizers.values()), Counter())
+    """Return the number of parameters in all optimizers that take steps in the rank, by dtype."""
+    return sum((Counter(optimizer.num_parameters) for optimizer in rank.running_optimizers), Counter())
 
 
 def _num_forwards_by_dtype(rank: Rank) -> Counter[str]:
@@ -286,7 +286,7 @@ def _num_forwards_by_dtype(rank: Rank) -> Counter[str]:
 
 def _num_frozen(rank: Rank) -> Counter[str]:
     """Return the number of parameters of the rank's modules that are not trained, by dtype."""
-    return sum((Counter(optimizer.num_frozen) for optimizer in rank.optimizers.values()), Counter())
+    return sum((Counter(optimizer.num_frozen) for optimizer in rank.running_optimizers), Counter())
 
 
 def _most_frequent_precision(num_by_dtype: Counter[str]) -> Precision:

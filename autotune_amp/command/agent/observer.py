@@ -263,6 +263,7 @@ class Observer:
             self.device.type == "cpu"
             or self.num_steps <= passes.NUM_FULLY_WATCHED
             or self._num_steps_of[index] % NUM_STEPS_PER_SYNC == 0
+            or self._num_steps_of[index] == 1  # an optimizer may be made anew before it has taken so many
         ):
             self._report_steps()
         if self.counts_flops and index == 0:
