@@ -314,8 +314,14 @@ class CommandBackend(WorkloadBackend):
 
     def _deviation(self, setting: Setting, rank: Rank, num_sharing: int | None = None) -> Failure | None:
         command, shares = self._command, num_sharing or self._command.num_sharing
-        is_own = "accumulation_steps" in command.unsettable
-        return deviation(command.line, setting, rank, shares, is_accumulation_own=is_own)
+        return deviation(
+            command.line,
+            setting,
+            rank,
+            shares,
+            is_accumulation_own="accumulation_steps" in command.unsettable,
+            is_batch_size_own="batch_size" in command.unsettable,
+        )
 
     def _keep_effective_batch_size(self, other: Setting, today: Setting) -> None:
         """Record that the script itself keeps today's effective batch size at every batch size, as in the run of

@@ -193,12 +193,15 @@ def samples_per_step(rank: Rank) -> float | None:
 
 
 def batch_sizes(rank: Rank) -> frozenset[float]:
-    """Return the candidates for the batch size of one rank, in samples: that of the loaders' batches, and that of the
-    model's inputs, which is smaller if the script splits its batches. Empty if neither was observed.
+    """Return the candidates for the batch size of one rank, in samples: that of the loaders' batches, of each loader
+    where several sizes are drawn together, and that of the model's inputs, which is smaller if the script splits its
+    batches. Empty if none was observed.
     """
     intervals = [interval for interval in rank.intervals() if interval.num_batches]
     handed_out = _most_frequent_quotient([(interval.num_samples, interval.num_batches) for interval in intervals])
-    return frozenset(size for size in (handed_out, rank.entered_batches.batch_size if rank.steps else None) if size)
+    of_loaders = {rank.loaders[index].batch_size for index in rank.training_loaders if index in rank.loaders}
+    drawn = of_loaders if len(of_loaders) > 1 else set()
+    return frozenset(filter(None, (handed_out, rank.entered_batches.batch_size if rank.steps else None, *drawn)))
 
 
 def batch_size(rank: Rank) -> int:
@@ -276,8 +279,8 @@ def todays_precision(rank: Rank) -> Precision:
 
 
 def _num_parameters(rank: Rank) -> Counter[str]:
-    """Return the number of parameters in all optimizers of the rank, by dtype."""
-    return sum((Counter(optimizer.num_parameters) for optimizer in rank.optimizers.values()), Counter())
+    """Return the number of parameters in all optimizers that take steps in the rank, by dtype."""
+    return sum((Counter(optimizer.num_parameters) for optimizer in rank.running_optimizers), Counter())
 
 
 def _num_forwards_by_dtype(rank: Rank) -> Counter[str]:
@@ -287,7 +290,7 @@ def _num_forwards_by_dtype(rank: Rank) -> Counter[str]:
 
 def _num_frozen(rank: Rank) -> Counter[str]:
     """Return the number of parameters of the rank's modules that are not trained, by dtype."""
-    return sum((Counter(optimizer.num_frozen) for optimizer in rank.optimizers.values()), Counter())
+    return sum((Counter(optimizer.num_frozen) for optimizer in rank.running_optimizers), Counter())
 
 
 def _most_frequent_precision(num_by_dtype: Counter[str]) -> Precision:

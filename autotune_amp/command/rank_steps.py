@@ -17,6 +17,7 @@ from autotune_amp.trial.judge import MAX_SKIPS, StepLosses
 
 # Least and largest number. The least is below that of other trials, as no run of a command is stopped in its warm-up.
 LIMITS_OF_WARMUP_STEPS = 2, MAX_WARMUP_STEPS
+NUM_STEPS_WITHOUT = 32  # of others, before an optimizer may have stopped; more critic steps than usual in a GAN
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,9 +120,42 @@ class Rank:
 
     @property
     def primary_steps(self) -> list[Step]:
-        """Return the steps of the optimizer that steps least often, such as the generator's in a GAN."""
-        by_optimizer = [[s for s in self.steps if s.optimizer == index] for index in self.optimizers]
-        return min(by_optimizer, key=len, default=[])
+        """Return the steps of the optimizer that steps least often, such as the generator's in a GAN, with those of the
+        optimizers that it replaces.
+        """
+        sequences = [numbers for _, numbers in self._running_optimizers()]
+        return [self.steps[number] for number in min(sequences, key=len, default=[])]
+
+    @property
+    def running_optimizers(self) -> list[messages.Optimizer]:
+        """Return the optimizers that take steps now: neither replaced by later ones nor stopped."""
+        return [optimizer for optimizer, _ in self._running_optimizers()]
+
+    def _running_optimizers(self) -> list[tuple[messages.Optimizer, list[int]]]:
+        """Return the optimizers that take steps now, each with the numbers of its steps and of those it replaces.
+
+        A script that makes its optimizer anew for each round or fold replaces one of the same class, line and
+        parameters, which takes no step any more. An optimizer has stopped, such as that of a search for the learning
+        rate, if others go on for longer than ever before between two of its steps.
+        """
+        numbers: dict[int, list[int]] = {index: [] for index in self.optimizers}
+        for number, step in enumerate(self.steps):
+            numbers.setdefault(step.optimizer, []).append(number)
+        found: list[tuple[messages.Optimizer, list[int]]] = []
+        for index, optimizer in self.optimizers.items():
+            first = min(numbers[index], default=len(self.steps))
+            for at, (replaced, earlier) in reversed(list(enumerate(found))):
+                if _kind(replaced) == _kind(optimizer) and earlier and earlier[-1] < first:
+                    earlier += numbers[index]
+                    found[at] = optimizer, earlier
+                    break
+            else:
+                found.append((optimizer, numbers[index]))
+        return [each for each in found if not self._has_stopped(each[1])]
+
+    def _has_stopped(self, numbers: list[int]) -> bool:
+        gaps = (after - before for before, after in pairwise([-1, *numbers]))
+        return bool(numbers) and len(self.steps) - numbers[-1] > max(NUM_STEPS_WITHOUT, *(2 * gap for gap in gaps))
 
     @property
     def warm_steps(self) -> list[Step]:
@@ -255,7 +289,7 @@ class Rank:
         counts = [step.tokens for step in steps if step.tokens is not None]
         tokens = (sum(num for num, _ in counts), sum(num for _, num in counts)) if counts else None
         forwards = [each for step in steps for each in step.forwards]
-        entered = _entered_batches(forwards, tokens, num_backward, len(self.optimizers))
+        entered = _entered_batches(forwards, tokens, num_backward, len(self.running_optimizers))
         return entered if forwards else self._reused_batch
 
     @property
@@ -286,6 +320,10 @@ class Rank:
     def reserved_memory_bytes(self) -> int | None:
         """Return the peak memory reserved on the accelerator in bytes, None without an accelerator."""
         return max((s.reserved_memory_bytes for s in self.steps if s.reserved_memory_bytes is not None), default=None)
+
+
+def _kind(optimizer: messages.Optimizer) -> tuple[object, ...]:
+    return optimizer.name, optimizer.line, optimizer.num_parameters
 
 
 def _num_samples_by_loader(before: Step, after: Step) -> dict[str, int]:

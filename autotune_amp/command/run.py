@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune_amp.command.running import INJECTED
+from autotune_amp.command.startable import with_agent_on_path
 from autotune_amp.core.command_template import TRIAL_PLACEHOLDERS, CommandTemplate
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.recommendation import Recommendation
@@ -48,11 +49,11 @@ def _contains(arguments: Sequence[str], words: Sequence[str]) -> bool:
 def command_to_start(
     command: Sequence[str], recommendation: Recommendation, path: Path
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return the command with its placeholders filled, and the agent's values: those recommended that the command does
-    not contain.
+    """Return the command with its placeholders filled and the agent in each PYTHONPATH that it sets, and the agent's
+    values: those recommended that the command does not contain.
 
     Raises `InvalidRequestError` if a placeholder such as `{trial_dir}` is left, which exists only in trials, or if the
-    command lacks a recommended argument of its own.
+    command lacks a recommended argument of its own, and `WorkloadError` if a shell script replaces PYTHONPATH.
     """
     config, workload = recommendation.config, recommendation.workload
     searched = recommendation.command_template
@@ -101,7 +102,7 @@ def command_to_start(
     }
     if "batch_size" in outside and workload and workload.loader:
         outside["maker"] = workload.loader
-    return arguments, outside
+    return with_agent_on_path(arguments, INJECTED), outside
 
 
 def environment(

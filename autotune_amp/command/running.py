@@ -26,7 +26,7 @@ from autotune_amp.command.leftovers import CLEAR_UP, read_entries, save_kept, se
 from autotune_amp.command.listening import Listener
 from autotune_amp.command.messages import Hello, Loaded, Refused
 from autotune_amp.command.ranks import RunEvents
-from autotune_amp.command.startable import require_startable
+from autotune_amp.command.startable import require_startable, with_agent_on_path
 from autotune_amp.command.verdict import RunState, verdict, with_advice
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
@@ -88,7 +88,8 @@ class CommandRun:
         aside: Path | None = None,
         is_held: bool = False,
     ) -> None:
-        require_startable(arguments, environment.get("PATH"))
+        require_startable(arguments, environment.get("PATH"), files or ())
+        arguments = with_agent_on_path(arguments, INJECTED, files)
         self._folder = folder or new_folder()
         self._made_list = self._folder / "made"
         self._aside, self._memory = aside, memory
@@ -199,6 +200,7 @@ class _CommandProcesses:
                 "PYTHONPATH": path,
                 "AUTOTUNE_AMP_AGENT": json.dumps({**agent, "socket": self._socket}),
                 "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # these trackers cannot be turned off
+                "MLFLOW_ALLOW_FILE_STORE": "true",  # else newer versions of MLflow refuse that address
                 "TRACKIO_DIR": f"{folder}/trackio",
             },
             folder,

@@ -149,15 +149,24 @@ def _is_close(observed: float, requested: float) -> bool:
 
 
 def deviation(
-    line: CommandTemplate, setting: Setting, rank: Rank, num_sharing: int = 1, *, is_accumulation_own: bool = False
+    line: CommandTemplate,
+    setting: Setting,
+    rank: Rank,
+    num_sharing: int = 1,
+    *,
+    is_accumulation_own: bool = False,
+    is_batch_size_own: bool = False,
 ) -> Failure | None:
     """Return a failure that names the requested and the observed value, if a run of `setting` did not use it; else
     None.
 
     `num_sharing` ranks divide a batch among them. `is_accumulation_own`: the script decides how many batches it
-    accumulates.
+    accumulates; `is_batch_size_own`: and how many samples are in each, which may vary.
     """
-    message = _samples_problem(line, setting, rank, num_sharing, is_accumulation_own=is_accumulation_own)
+    if is_batch_size_own:
+        message = None if is_accumulation_own else _accumulation_problem(setting, rank)
+    else:
+        message = _samples_problem(line, setting, rank, num_sharing, is_accumulation_own=is_accumulation_own)
     if message is not None:
         if training_loader(rank) is None:
             message += "; without a DataLoader, the leading dimension of the model's inputs is counted"
@@ -204,6 +213,17 @@ def _precision_failure(line: CommandTemplate, setting: Setting, rank: Rank) -> F
     weights_reason = " (the dtype of its weights, without autocast)" if is_precision_of_weights else ""
     message = f"its steps ran in {precision_of(rank)}{weights_reason}, but {setting.precision} was requested"
     return Failure(kind="unsupported", message=message + placeholder_reason)
+
+
+def _accumulation_problem(setting: Setting, rank: Rank) -> str | None:
+    """Return a message on the number of batches in an optimizer step, if it is not the requested one; else None."""
+    least, most = passes_per_step(rank) or (setting.accumulation_steps,) * 2
+    if least <= setting.accumulation_steps <= most:
+        return None
+    return (
+        f"an optimizer step took {least:g} batches, but {setting.accumulation_steps} were requested: "
+        "{accumulation_steps} does not reach the training"
+    )
 
 
 def _samples_problem(

@@ -1,12 +1,13 @@
-"""Check that the program and the script of a command exist, before anything is run."""
+"""Check that the program and the script of a command exist and will load the agent, before anything is run."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -18,11 +19,14 @@ _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
 _SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed")  # their options before the script may take values
 _WRAPPERS = ("env", "nice", "nohup", "time", "uv", "run")  # before a program, in the same folder
+_PATH_VARIABLE = "PYTHONPATH="
+# A line of a shell script that sets the variable without its former value, outside of a comment.
+_REPLACED_PATH = re.compile(r"^[^#\n]*\bPYTHONPATH=(?![^\n;&]*\$\{?PYTHONPATH\b).*", re.MULTILINE)
 # Beginnings of arguments by which a launcher looks for the script in other folders than this process would.
-_PATH_CHANGES = ("PYTHONPATH=", "-C", "--chdir", "--directory")
+_PATH_CHANGES = (_PATH_VARIABLE, "-C", "--chdir", "--directory")
 # Python's -c and -m after its options without a value; the code or the module may be joined to them.
 _CODE_OR_MODULE_OPTION = re.compile(r"-[bBdEhiIOPqRsStuvVx]*(?P<kind>[cm])(?P<joined>.*)", re.DOTALL)
-_OPTIONS_OF_PYTHON, _OPTIONS_OF_SHELLS = ("-W", "-X", "--check-hash-based-pycs"), ("-o", "-O")  # options with a value
+_OPTIONS_OF_PYTHON, _OPTIONS_OF_SHELLS = r"-[WX]|--check-hash-based-pycs", r"[-+]\w*[oO]"  # options with a value
 
 
 def likely_command(words: Sequence[str]) -> list[str] | None:
@@ -37,10 +41,10 @@ def likely_command(words: Sequence[str]) -> list[str] | None:
     return arguments if _is_launcher(Path(first).name) or shutil.which(first) is not None else None
 
 
-def require_startable(arguments: Sequence[str], path: str | None) -> None:
+def require_startable(arguments: Sequence[str], path: str | None, files: Collection[str] = ()) -> None:
     """Raise `WorkloadError` if the program of a command, or the script or module that it names, does not exist.
 
-    `path` lists the folders to look for programs in, like the variable PATH.
+    `path` lists the folders to look for programs in, like the variable PATH. `files` are written before the start.
     """
     first = arguments[0]
     if shutil.which(first, path=path) is None:
@@ -53,13 +57,45 @@ def require_startable(arguments: Sequence[str], path: str | None) -> None:
     if any(each.startswith(_PATH_CHANGES) for each in arguments[:at]):
         return
     script = _script_of(arguments[at], arguments[at + 1 :], path)
-    if script is None or "{" in script or Path(script).exists():
+    if script is None or "{" in script or script in files or Path(script).exists():
         return
     near = [each.name for each in Path(script).parent.glob(f"*{Path(script).suffix or '.py'}")]
     likely = get_close_matches(Path(script).name, near, 1)
     name = shlex.quote(str(Path(script).with_name(likely[0]))) if likely else "an existing file"
     raise WorkloadError(
         f"There is no file {script!r} in {Path.cwd()}.", f"Name {name}, or change to the folder of the script."
+    )
+
+
+def with_agent_on_path(
+    arguments: Sequence[str], agent: Path, files: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """Return the command with the folder `agent` first in each PYTHONPATH that it sets before its program, as ``env``
+    does.
+
+    Raises `WorkloadError` if its shell code, or a shell script that it names, sets PYTHONPATH without the former value:
+    Python would not load the agent, which guards the user's files. `files` are texts that are written before the start,
+    by path.
+    """
+    at = next((number for number, each in enumerate(arguments) if _is_launcher(Path(each).name)), len(arguments))
+    scripts, texts = [each for each in arguments if each.endswith(".sh")], {}
+    if at < len(arguments) and Path(arguments[at]).name in _SHELLS:
+        texts = {"The command": "\n".join(arguments[at + 1 :])}
+        scripts += filter(None, [_script_of(arguments[at], arguments[at + 1 :], path=None)])
+    texts |= {each: Path(each).read_text(errors="replace") for each in scripts if Path(each).is_file()}
+    texts |= {each: text for each, text in (files or {}).items() if each in scripts}
+    for name, text in texts.items():
+        if line := _REPLACED_PATH.search(text):
+            raise WorkloadError(
+                f"{name} replaces PYTHONPATH, by which Python finds the part of autotune_amp that protects your files "
+                f"and measures the training: {line[0].strip()}",
+                "Keep the former value, as in PYTHONPATH=src:$PYTHONPATH.",
+            )
+    return tuple(
+        os.pathsep.join(filter(None, [f"{_PATH_VARIABLE}{agent}", each[len(_PATH_VARIABLE) :]]))
+        if number < at and each.startswith(_PATH_VARIABLE)
+        else each
+        for number, each in enumerate(arguments)
     )
 
 
@@ -111,7 +147,7 @@ def _script_of(launcher: str, rest: Sequence[str], path: str | None) -> str | No
             _require_module(words[:1], launcher, path)
             is_launcher = any(each.startswith("torch.distributed.") for each in words[:1])
             return _script_of("torchrun", words[1:], path) if is_launcher else None
-        elif argument in (_OPTIONS_OF_SHELLS if is_shell else _OPTIONS_OF_PYTHON):
+        elif re.fullmatch(_OPTIONS_OF_SHELLS if is_shell else _OPTIONS_OF_PYTHON, argument):
             skips_next = True
         elif not argument.startswith(("-", "+")):
             return argument

@@ -243,8 +243,8 @@ def _reason_without_steps(events: RunEvents) -> str:
     """Return the reason why no optimizer step was observed."""
     if not events.of(Hello):
         return (
-            "no Python process in it could be observed: is it started with -I, -E or -S, by `env -i`, in a container, "
-            "or on another machine?"
+            "no Python process in it could be observed: is it started with -I, -E or -S, by `env -i`, with another "
+            "PYTHONPATH, in a container, or on another machine?"
         )
     if not events.of(Torch):
         return "no Python process in it had imported torch"

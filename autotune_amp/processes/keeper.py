@@ -164,13 +164,15 @@ def _reap_children(program: int) -> int | None:
 
 
 def _kill_descendants(process_tree: Any, mark: str, shared_before: Iterable[str]) -> None:
-    """Kill all descendants of the program at once, by a signal that they cannot handle, and free their shared memory.
+    """Kill all descendants of the program at once, by a signal that they cannot handle, and free their shared memory
+    and their locks of builds.
 
     `shared_before` are the names of shared memory that existed before, which is kept.
     """
     import psutil
 
     shared_names: set[str] = set()
+    locks: set[Path] = set()
     until = time.monotonic() + END_SECONDS
     num_empty = (
         0  # consecutive rounds without a process: two, since a process that is executing a program shows no mark
@@ -183,13 +185,15 @@ def _kill_descendants(process_tree: Any, mark: str, shared_before: Iterable[str]
             with suppress(psutil.Error):
                 process.suspend()  # so that it does not share more memory, or react to the end of another one
         shared_names |= process_tree.shared_memory_of(processes).difference(shared_before)
+        locks |= process_tree.build_locks_of(processes)
         for process in processes:
             with suppress(psutil.Error):
                 process.kill()
         time.sleep(0.01)
-    for name in shared_names - process_tree.shared_memory_of(psutil.process_iter()):
+    shared_names -= process_tree.shared_memory_of(psutil.process_iter())
+    for path in (*(process_tree.SHARED_MEMORY / name for name in shared_names), *locks):
         with suppress(OSError):
-            (process_tree.SHARED_MEMORY / name).unlink()
+            path.unlink()
 
 
 def main(settings: str, *arguments: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import time
@@ -69,6 +70,24 @@ def kill_marked(mark: str) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(processes, timeout=KILL_SECONDS)
+
+
+def build_locks_of(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Return the lock files of the builds of torch's C++ extensions that these processes are making.
+
+    A killed process leaves its lock behind, and every later process waits for it without end.
+    """
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
+    opened = set[Path]()
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError):
+            opened.update(Path(each.path) for each in process.open_files())
+    return {
+        path
+        for path in opened
+        if path.name == "lock"
+        and ("torch_extensions" in path.parts or (folder and path.is_relative_to(Path(folder).resolve())))
+    }
 
 
 def shared_memory() -> dict[str, int]:

@@ -42,7 +42,7 @@ from autotune_amp.hardware.device import parse_device_name
 from autotune_amp.hardware.measuring import make_current
 from autotune_amp.precision import torch_state
 from autotune_amp.processes import packing
-from autotune_amp.processes.process_tree import terminate_programs
+from autotune_amp.processes.process_tree import build_locks_of, terminate_programs
 from autotune_amp.trial import failures
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.worker import raise_oom_score
@@ -357,8 +357,11 @@ def _wait_for_child(channel: ParentChannel, pid: int, user_pids: set[int]) -> in
     if pidfd not in ready:  # the only command now is to kill it
         is_parent_there = channel.read() is not None
         terminate_programs(of_the_trial)
+        locks = build_locks_of(of_the_trial())
         _kill_group(pid)
         os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+        for path in locks:
+            path.unlink(missing_ok=True)
     os.close(pidfd)
     _kill_group(pid)  # its loader workers; before it is reaped, while its process ID is still its own
     _, status = os.waitpid(pid, 0)

@@ -537,6 +537,25 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=8) if {data == "loader"
     assert {sum(each.sizes) for each in told} == {8 * 8 + 8 + 8 + 1}
 
 
+def test_gradients_can_be_read_after_a_frozen_step(train: Train) -> None:
+    told = train(
+        """
+optimizer = torch.optim.LBFGS(model.parameters())
+def closure():
+    optimizer.zero_grad()
+    loss = loss_of(model(inputs), targets)
+    loss.backward()
+    return loss
+for _ in range(3):
+    optimizer.step(closure)
+    assert all(p.grad.norm() > 0 for p in model.parameters())
+""",
+        frozen={"num_steps": 3, "max_entries": 1000},
+    ).of(Gradient)
+    assert len(told) == 3
+    assert len({each.weights for each in told}) == 1, "no step was taken"
+
+
 def test_weights_in_half_precision_are_raised_for_the_run_that_others_are_held_against(train: Train) -> None:
     text = """
 class Base(nn.Module):
@@ -597,6 +616,26 @@ for x, y in torch.utils.data.DataLoader(data, batch_size=8):
     assert {dtype for step in rank.steps for _, _, dtype in step.forwards} == {"float32"}
 
 
+def test_lazy_modules_may_be_initialized_by_a_forward_in_training(train: Train) -> None:
+    heard = train(
+        """
+model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(1))
+model(torch.zeros(2, 8))
+model.append(nn.Linear(1, 1))
+mixed = nn.Sequential(nn.Linear(8, 1), nn.LazyLinear(1))
+never = nn.LazyLinear(1)
+optimizer = torch.optim.SGD([*model.parameters(), *mixed.parameters(), *never.parameters()], lr=0.01)
+for x, y in torch.utils.data.DataLoader(data, batch_size=8):
+    (loss_of(model(x), y) + loss_of(mixed(x), y)).backward()
+    optimizer.step()
+""",
+        frozen={"num_steps": 3, "max_entries": 1000},
+    )
+    assert not heard.of(Error)
+    assert len(heard.of(Gradient)) == 3
+    assert only(heard).steps[0].forwards == (("Sequential", 8, "float32"), ("Sequential", 8, "float32"))
+
+
 @pytest.mark.slow
 def test_no_thread_of_ours_lives_while_python_is_torn_down(tmp_path: Path) -> None:
     """In a fresh process, whose own end it is."""
@@ -632,6 +671,46 @@ for x, y in torch.utils.data.DataLoader(Stream(), batch_size=8):
     assert per_step(only(heard)) == {(8, 1)}
     (loader,) = only(heard).loaders.values()
     assert (loader.batch_size, loader.num_samples) == (8, None)
+
+
+def test_sizes_of_loaders_that_are_drawn_together_are_candidates_each(train: Train) -> None:
+    heard = train(
+        """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loaders = [torch.utils.data.DataLoader(data, batch_size=size) for size in (4, 10)]
+for (x, y), (others, _) in zip(*loaders):
+    loss_of(model(torch.cat([x, others]))[:4], y).backward()
+    optimizer.step()
+"""
+    )
+    assert batch_sizes(only(heard)) >= {4, 10}
+
+
+@pytest.mark.parametrize("size", ["[4, 2]", "np.int64(4)"])
+def test_a_batch_sampler_may_name_any_size_and_draws_by_the_seed(train: Train, size: str) -> None:
+    heard = [
+        train(
+            f"""
+import numpy as np
+class Buckets:
+    batch_size = {size}
+    def __iter__(self):
+        yield from (list(range(size)) for size in np.random.permutation(8) + 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for x, y in torch.utils.data.DataLoader(data, batch_sampler=Buckets()):
+    loss_of(model(x), y).backward()
+    optimizer.step()
+""",
+            seed=1,
+            sites=True,
+        )
+        for _ in range(2)
+    ]
+    assert not heard[0].of(Error)
+    samples = [[step.num_samples for step in only(each).steps] for each in heard]
+    assert samples[0] == samples[1]
+    (loader,) = only(heard[0]).loaders.values()
+    assert loader.batch_size == (None if "[" in size else 4)
 
 
 def test_a_batch_that_is_drawn_once_and_used_in_every_step_is_counted(train: Train) -> None:

@@ -80,6 +80,10 @@ WITH_TORCH = {
     "torch.save to a file": "torch.save({'a': 1}, open('old/file', 'wb'))",
     "torch.save as it was": "torch.save({'a': 1}, 'old/file', _use_new_zipfile_serialization=False)",
     "torch.jit.save": "torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), 'old/file')",
+    "a trace of a profiler": (
+        "profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]); profile.start(); "
+        "torch.ones(2); profile.stop(); profile.export_chrome_trace('old/file')"
+    ),
     "safetensors.torch": "import safetensors.torch as s; s.save_model(torch.nn.Linear(1, 1), 'old/file')",
 }
 PREAMBLE = "import logging.handlers, os, pathlib, shutil, sqlite3, sys, tempfile, zipfile\n"
@@ -143,6 +147,14 @@ def test_what_was_there_stays_and_path_and_line_are_said(
     else:
         assert Path(refused.path).is_relative_to(mine)
     assert snapshot(mine) == before
+
+
+def test_a_command_that_sets_the_path_of_python_is_guarded(mine: Path) -> None:
+    (mine / "train.py").write_text("import helper; open('old/file', 'w')")
+    (mine / "src").mkdir()
+    (mine / "src" / "helper.py").touch()
+    ran = run_command(["env", "PYTHONPATH=src", sys.executable, "train.py"])
+    assert ran.events.first(Refused) is not None, ran.state.printed
 
 
 @pytest.mark.parametrize(
@@ -313,6 +325,58 @@ def test_what_a_run_leaves_is_moved_and_data_that_are_complete_stay(
     assert all((study / "aside" / name).exists() for name in moved)
     kept = {str(Path(path).relative_to(mine)) for path in load_kept(study / "made.json")}
     assert {"data", "unpacked", "cache", "labels.cache"} <= kept if how == "trains" else not kept
+
+
+KEEPS = """
+import weakref
+from torch.utils.data import Dataset
+class Data(Dataset):
+    def prepare(self): ...
+class Tensor: ...
+class Trainer:
+    def fit(self):
+        tensor = Tensor()
+        open('log', 'w').close()
+        reference = weakref.ref(tensor)
+        del tensor
+        print('went on', reference())
+Trainer().fit()
+"""
+
+
+def test_creating_a_file_keeps_no_variable_of_the_training_loop_alive(
+    train: Callable[..., CompletedRun], fork_server: ForkServer
+) -> None:
+    with forked_programs(fork_server):
+        assert "went on None" in train(KEEPS).state.printed
+
+
+RENAMES = """
+os.makedirs('out/tmp/optimizer')
+for name in ('out/tmp/model', 'out/tmp/optimizer/state', 'out/tmp/optimizer/more'):
+    open(name, 'w').close()
+import subprocess
+subprocess.run([sys.executable, '-c', "import os; os.mkdir('out/tmp/rank'); open('out/tmp/rank/state', 'w')"])
+os.rename('out/tmp', 'out/checkpoint')
+open('out/checkpoint/model', 'w').close()
+made = tempfile.mkdtemp()
+os.mkdir(made + '/inner')
+open(made + '/inner/state', 'w').close()
+shutil.move(made, 'moved')
+print('went on')
+"""
+
+
+def test_a_folder_that_is_renamed_is_moved_with_all_that_is_in_it(
+    mine: Path, train: Callable[..., CompletedRun], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    study, before = tmp_path_factory.mktemp("study"), snapshot(mine)
+    ran = train(RENAMES, memory=study / "made.json", aside=study / "aside")
+    assert "went on" in ran.state.printed
+    assert snapshot(mine) == before
+    names = ("model", "optimizer/state", "rank/state")
+    assert all((study / "aside" / "out" / "checkpoint" / name).exists() for name in names)
+    assert (study / "aside" / "moved" / "inner" / "state").exists()
 
 
 def test_a_script_that_writes_where_it_is_runs_in_a_folder_of_its_own(

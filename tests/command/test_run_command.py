@@ -14,6 +14,7 @@ import pytest
 from forked_python import ForkServer
 
 from autotune_amp.command.run import command_to_start
+from autotune_amp.command.running import INJECTED
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.core.errors import InvalidRequestError
@@ -215,6 +216,12 @@ def test_what_the_command_says_itself_is_not_set_from_outside() -> None:
     assert (plain, outside) == (("python", "train.py"), {"precision": "bf16", "batch_size": 16})
     with pytest.raises(InvalidRequestError, match="trial_dir"):
         command_to_start(["python", "train.py", "{trial_dir}"], found, path)
+
+
+def test_a_command_that_sets_the_path_of_python_is_set_from_outside_too() -> None:
+    command = ["env", "PYTHONPATH=src", "python", "train.py"]
+    arguments, _ = command_to_start(command, recommendation(), Path("study/recommendation.json"))
+    assert arguments == ("env", f"PYTHONPATH={INJECTED}:src", "python", "train.py")
 
 
 def test_a_recommended_argument_is_filled_in_or_has_to_be_in_the_command() -> None:

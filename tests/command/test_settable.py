@@ -262,6 +262,16 @@ def test_what_ran_is_held_against_what_was_asked_for(
     assert found is None or (isinstance(found, Failure) and all(word in found.message for word in named))
 
 
+def test_batches_that_the_scripts_own_sampler_makes_may_vary() -> None:
+    line, own = CommandTemplate.of("t {accumulation_steps=4}"), {"is_batch_size_own": True}
+    asked = Setting(precision="fp32", batch_size=3, accumulation_steps=4)
+    assert deviation(line, asked, seen(batches=FOURS), **own) is None
+    found = deviation(line, replace(asked, accumulation_steps=2), seen(batches=FOURS), **own)
+    assert found is not None
+    assert "{accumulation_steps}" in found.message
+    assert deviation(CommandTemplate.of("t"), asked, seen(), **own, **ALONE) is None
+
+
 def test_ranks_may_divide_a_batch_among_them() -> None:
     asked = Setting(precision="fp32", batch_size=16)
     assert deviation(BOTH, asked, seen()) is not None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
-from autotune_amp.command.startable import likely_command, require_startable
+from autotune_amp.command.startable import likely_command, require_startable, with_agent_on_path
 from autotune_amp.core.errors import WorkloadError
 
 PROGRAMS = ("python", "torchrun", "accelerate", "bash", "env", "nice", "docker", "fit", "uv")
@@ -40,6 +41,8 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "python -m torch.distributed.run --standalone nope.py train.py",
         "accelerate launch --mixed_precision no nope.py",
         "bash -e nope.sh train.py",
+        "bash -euo pipefail nope.sh train.py",
+        "bash +O extglob nope.sh",
         "env A=1 nice -n 5 python nope.py",
     ],
 )
@@ -69,10 +72,46 @@ def test_a_script_that_is_not_there_is_named(path: str, command: str) -> None:
         ["docker", "run", "image", "python", "nope.py"],
         ["fit", "nope.py"],
         ["bash", "go.sh", "nope.py"],
+        ["bash", "-euo", "pipefail", "go.sh", "nope.py"],
+        ["bash", "-euo", "pipefail", "-c", "python nope.py"],
     ],
 )
 def test_what_cannot_be_told_to_be_missing_is_started(path: str, command: list[str]) -> None:
     require_startable(command, path)
+
+
+def test_a_script_that_is_written_before_the_start_need_not_be_there(path: str) -> None:
+    require_startable(["bash", "nope.sh"], path, ["nope.sh"])
+
+
+def test_a_path_of_python_s_before_the_program_has_the_agent_first(path: str) -> None:
+    command = ["timeout", "9", "env", "-u", "A", "PYTHONPATH=src", "python", "train.py", "PYTHONPATH=x"]
+    found = with_agent_on_path(command, Path("/agent"))
+    assert found == (*command[:5], "PYTHONPATH=/agent:src", *command[6:])
+    assert with_agent_on_path(["env", "PYTHONPATH=", "./fit"], Path("/agent"))[1] == "PYTHONPATH=/agent"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_kept"),
+    [
+        ("export PYTHONPATH=$PWD/src", False),
+        ("set -e; PYTHONPATH=src python train.py", False),
+        ("PYTHONPATH=src; echo $PYTHONPATH", False),
+        ('export PYTHONPATH="src"\nexport PYTHONPATH=$PYTHONPATH:more', False),
+        ("PYTHONPATH=src:$PYTHONPATH python train.py", True),
+        ('export PYTHONPATH="$PWD/my src:${PYTHONPATH:-}"', True),
+        ("PYTHONPATH+=:src\nMY_PYTHONPATH=src\n# PYTHONPATH=src", True),
+    ],
+)
+def test_shell_code_that_replaces_the_path_of_python_is_refused(path: str, text: str, is_kept: bool) -> None:
+    Path("go.sh").write_text(text)
+    Path("go.sh").chmod(0o755)
+    Path("go").write_text(text)
+    for command in (["bash", "go.sh"], ["./go.sh"], ["nice", "bash", "-e", "go", "1"], ["bash", "-ec", text]):
+        with nullcontext() if is_kept else pytest.raises(WorkloadError, match="PYTHONPATH"):
+            with_agent_on_path(command, Path("/agent"))
+    with nullcontext() if is_kept else pytest.raises(WorkloadError, match="PYTHONPATH"):
+        with_agent_on_path(["bash", "{trial_dir}/go.sh"], Path("/agent"), {"{trial_dir}/go.sh": text})
 
 
 def test_the_nearest_script_is_named(path: str) -> None:

@@ -45,6 +45,7 @@ import torch
 from torch import nn
 from autotune_amp import Workload
 
+FOLDER = os.path.dirname(__file__)
 print("imported", os.getpid())
 print({name: os.environ.get(name) for name in ("OWN_TOKEN", "AUTOTUNE_AMP_TRIAL", "WANDB_MODE")})
 helper = subprocess.Popen(["sleep", "1000"])
@@ -69,6 +70,8 @@ def loss(model, batch):
         sys.stdout.flush()
         os._exit(7)
     if len(batch) == 7:
+        os.makedirs(f"{FOLDER}/torch_extensions/mine", exist_ok=True)
+        os.open(f"{FOLDER}/torch_extensions/mine/lock", os.O_CREAT | os.O_EXCL)
         for number in range(1000):  # a kernel that could not be compiled, and the next one
             subprocess.run(["sh", "-c", COMPILER, "sh", f"{__file__}.{number}.s"])
     if len(batch) == 6:
@@ -231,7 +234,7 @@ def test_what_a_dying_trial_leaves_in_another_session_is_ended(isolation: str, r
 
 
 @pytest.mark.parametrize("isolation", ["forked", "kept"])
-def test_a_program_that_a_late_trial_runs_may_remove_its_temporary_files(
+def test_a_late_trial_leaves_no_temporary_files_of_its_programs_and_no_lock_of_a_build(
     isolation: str, request: pytest.FixtureRequest
 ) -> None:
     opened: Opened = request.getfixturevalue(isolation)
@@ -239,6 +242,7 @@ def test_a_program_that_a_late_trial_runs_may_remove_its_temporary_files(
     assert opened.failure(7, first_step_deadline_seconds=5.0).kind == "timeout"
     assert opened.listener.words("compiler"), "it was started"
     assert not list(opened.workload.parent.glob("*.s"))
+    assert not list(opened.workload.parent.glob("torch_extensions/mine/*"))
 
 
 LOADING = """

@@ -206,6 +206,30 @@ def test_ctrl_c_between_its_end_and_its_close_leaves_nothing_when_this_process_l
     assert program.popen.wait(GONE_SECONDS) == 0
 
 
+@pytest.mark.parametrize("root", ["torch_extensions", "given"])
+def test_a_program_that_is_ended_takes_its_own_lock_of_a_build_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "given"))
+    for name in (f"{root}/own", f"{root}/others", "unrelated"):
+        (tmp_path / name).mkdir(parents=True)
+    own, others, unrelated = (tmp_path / name / "lock" for name in (f"{root}/own", f"{root}/others", "unrelated"))
+    others.touch()
+    text = f"""
+import os, pathlib, time
+for path in {str(own), str(unrelated)}:
+    os.open(path, os.O_CREAT | os.O_EXCL)
+pathlib.Path({str(tmp_path / "child")!r}).write_text(str(os.getpid()))
+time.sleep(1000)
+"""
+    null = subprocess.DEVNULL
+    program = Program([sys.executable, "-c", text], os.environ, new_folder(), stdin=null, stdout=null, stderr=null)
+    program.start()
+    number_in(tmp_path / "child")
+    program.close()
+    assert (own.exists(), others.exists(), unrelated.exists()) == (False, True, True)
+
+
 def test_a_killed_keeper_leaves_nothing(program: Program, tmp_path: Path) -> None:
     child = number_in(tmp_path / "child")
     program.popen.kill()

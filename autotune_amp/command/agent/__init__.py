@@ -15,8 +15,8 @@ from typing import Any
 
 
 def arm(settings_text: str) -> None:
-    """Start the agent in this process: send `Hello` and guard existing files now, observe the training once torch is
-    imported.
+    """Start the agent in this process: send `Hello` and guard existing files now, turn off experiment trackers, and
+    observe the training once torch is imported.
 
     `settings_text` is a JSON object. ``socket``: path of the parent's socket; ``folder``: the trial's own folder;
     ``guard``: arguments of `guard.arm`, if existing files are guarded; ``observes``: false to patch nothing for
@@ -27,6 +27,7 @@ def arm(settings_text: str) -> None:
     to report the calls in the user's code that made training objects. Without a socket this is the real training run:
     see `real`.
     """
+    from . import trackers
     from .channel import Channel
     from .imports import after_import
 
@@ -42,6 +43,7 @@ def arm(settings_text: str) -> None:
         return
     channel = Channel(settings["socket"])
     channel.send("hello", parent_pid=os.getppid(), python=".".join(map(str, sys.version_info[:3])))
+    trackers.turn_off(channel)
     if settings.get("guard"):
         from . import guard
 

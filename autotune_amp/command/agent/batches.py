@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
 from typing import Any
@@ -59,7 +60,7 @@ class LoaderObserver:
             index=loader._autotune_amp_index,
             maker=maker,
             line=line,
-            batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+            batch_size=batch_size_of(loader),
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor,
             shuffles=type(_sample_sampler(loader)).__name__ not in ("SequentialSampler", "_InfiniteConstantSampler"),
@@ -125,6 +126,14 @@ class LoaderObserver:
         self.num_samples[index] = self.num_samples.get(index, 0) + num_samples
         if tokens is not None:
             self.tokens[index] = tokens.plus(self.tokens[index]) if index in self.tokens else tokens
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Return the number of samples in a loader's batches, None if its own batch sampler does not say a whole number."""
+    try:
+        return operator.index(loader.batch_size or loader.batch_sampler.batch_size)
+    except (AttributeError, TypeError):
+        return None
 
 
 def size_of(batch: Any, dim: int = 0) -> int | None:

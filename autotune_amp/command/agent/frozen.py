@@ -19,7 +19,7 @@ from .batches import first_tensor
 from .channel import Channel
 from .imports import after_import
 from .outside.hooks import in_fp32
-from .passes import before_update, is_packed
+from .passes import before_update, is_packed, parameters_of
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -35,6 +35,7 @@ class GradientRecorder:
         self._folder = folder
         self._num_steps = settings["num_steps"]
         self._max_entries = settings["max_entries"]
+        self._gradients: list[tuple[Any, Any]] = []  # parameters of the running step, and their gradients
         self._num_of_step: dict[tuple[int, int], int] = {}  # recorded gradients by optimizer and step
         observer.loaders.keeps_latest = observer.passes.keeps_latest = True
         self._rounding = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.get("precision", ""))
@@ -94,7 +95,7 @@ class GradientRecorder:
         return before_update(args, kwargs, lambda: record_gradients(optimizer))
 
     def _record_gradients(self, optimizer: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         number = self._observer.num_steps
         found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
         # GradScaler calls a fused optimizer for skipped steps too.
@@ -120,8 +121,15 @@ class GradientRecorder:
                 has_low_weights=self._has_low_weights(parameters),
                 **where.rank(),
             )
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None  # optimizers leave parameters without a gradient unchanged
+
+    def restore_gradients(self) -> None:
+        """Give the parameters their gradients back after the step, as a script may read them."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._gradients = []
 
     def _has_low_weights(self, trained: list[Any]) -> bool:
         used = (parameter for module in self._observer.live_modules() for parameter in module.parameters())

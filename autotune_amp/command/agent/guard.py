@@ -3,8 +3,8 @@ there before, or uploads anything; the message names the line of the user's code
 
 *Checked:* files that Python itself opens for writing, renames, removes or truncates (audit events: ``open``, shutil,
 logging, numpy and pandas all raise them); a file opened for update (``r+``) at its first write or when its descriptor
-is requested; statements that change an SQLite database; files that torch, torch.jit and safetensors write in native
-code; creating a repository of the Hugging Face Hub or committing to one.
+is requested; statements that change an SQLite database; files that torch, torch.jit, torch.profiler and safetensors
+write in native code; creating a repository of the Hugging Face Hub or committing to one.
 
 *Allowed:* the trial's own folders; files that the same run has created, which all its processes record in one list, and
 the data that earlier runs created; devices, pipes, byte code, empty lock files; the caches in `_CACHE_FOLDERS`, which
@@ -55,7 +55,8 @@ _CACHE_FOLDERS = {
     "": "~/Library/Caches",
 }
 # Classes, modules and standard-library functions that write downloaded or prepared data: see `_is_data`.
-_DATA_CLASSES = frozenset({"Dataset", "IterableDataset", "LightningDataModule"})
+_DATA_CLASSES = ("Dataset", "LightningDataModule")
+_MODULES_OF_DATA_CLASSES = ("torch.utils.data", "lightning.pytorch", "pytorch_lightning")
 _DATA_MODULES = (
     "datasets",
     "gdown",
@@ -167,10 +168,16 @@ class _Guard:
             _append_to_list(self._read_list, source)
 
     def _check_rename(self, path: Any, to: Any, folder: int = -1, to_folder: int = -1) -> None:
-        self.check_removal("os.rename", _path_of_link(path, folder))
-        target = _path_of_link(to, to_folder)
+        source, target = _path_of_link(path, folder), _path_of_link(to, to_folder)
+        self.check_removal("os.rename", source)
         self.check_removal("os.rename", target)
-        self._record_created(target)
+        if os.path.islink(source) or not os.path.isdir(source):
+            self._record_created(target)
+            return
+        self._read_created_list()
+        for each, _, _ in os.walk(source):
+            if each in self._is_data_by_path or self._is_free(source):
+                self._record_created(target + each[len(source) :], is_folder=True)
 
     def _record_created(self, path: str, *, is_folder: bool = False) -> None:
         """Record a path that does not exist yet as created by the run. Folders are always recorded, since other
@@ -197,13 +204,16 @@ class _Guard:
     def _refuse_unless_allowed(self, what: str, path: str) -> None:
         if self._is_allowed(path):
             return
-        if os.path.exists(self._created_list):  # another process of the run may have created it
+        self._read_created_list()
+        if not self._is_allowed(path):
+            self._refuse(what, path)
+
+    def _read_created_list(self) -> None:
+        """Add the paths that other processes of the run have created."""
+        if os.path.exists(self._created_list):
             with open(self._created_list, "rb") as file:
                 entries = file.read().split(b"\0")[:-1]
             self._is_data_by_path.update((os.fsdecode(entry[1:]), entry[:1] == b"+") for entry in entries)
-            if self._is_allowed(path):
-                return
-        self._refuse(what, path)
 
     def _refuse(self, what: str, path: str) -> None:
         try:
@@ -259,10 +269,11 @@ class _Guard:
     # -- Native writers, which raise no audit event, are checked before they write -------------------------------------
 
     def hook_torch(self, torch: Any) -> None:
-        """Hook into the class with which torch.save, torch.export.save and torch.package write, and into TorchScript's
-        save.
+        """Hook into the class with which torch.save, torch.export.save and torch.package write, into TorchScript's
+        save, and into that of a profiler's trace.
         """
         guard, writer, script = self, torch._C.PyTorchFileWriter, torch.jit.RecursiveScriptModule
+        profile = getattr(torch._C._autograd, "_ProfilerResult", None)
 
         class PyTorchFileWriter(writer):  # type: ignore[misc, valid-type]
             def __init__(self, file: Any, *args: Any, **kwargs: Any) -> None:
@@ -272,6 +283,7 @@ class _Guard:
 
         torch._C.PyTorchFileWriter = PyTorchFileWriter
         _check_before(script, "save", lambda _, file, **__: guard.check_write("torch.jit.save", _real_path(file)))
+        _check_before(profile, "save", lambda _, path: guard.check_write("export_chrome_trace", _real_path(path)))
 
     def hook_safetensors(self, safetensors: Any) -> None:
         """Hook into the function with which all frontends of safetensors write."""
@@ -330,10 +342,25 @@ def _is_data() -> bool:
             return True
         if code.co_name in _DATA_FUNCTIONS and module.partition(".")[0] in ("shutil", "tarfile", "urllib", "zipfile"):
             return True
-        if code.co_varnames[:1] == ("self",):
-            kinds = type(frame.f_locals.get("self")).__mro__
-            if any(kind.__name__ in _DATA_CLASSES for kind in kinds):
-                return True
+        if code.co_varnames[:1] == ("self",) and _is_method_of_data(frame, module):
+            return True
+    return False
+
+
+def _is_method_of_data(frame: Any, module: str) -> bool:
+    """Whether a frame runs a method of a dataset.
+
+    Its local variables are read only if a class of datasets has a method of this name in this module: until 3.12 Python
+    then keeps their objects, which are tensors in a training loop, as long as the method runs.
+    """
+    modules = filter(None, map(sys.modules.get, (module, *_MODULES_OF_DATA_CLASSES)))
+    named = [vars(each).get(name) for each in modules for name in _DATA_CLASSES]
+    kinds = [kind for kind in named if isinstance(kind, type)]
+    for kind in kinds:  # which grows
+        kinds += type.__subclasses__(kind)
+    for kind in kinds:
+        if any(base.__module__ == module and frame.f_code.co_name in vars(base) for base in kind.__mro__):
+            return isinstance(frame.f_locals.get("self"), tuple(kinds))
     return False
 
 

@@ -47,6 +47,7 @@ def install(channel: Channel, settings: dict[str, Any]) -> None:
 
         random.seed(settings["seed"])
         torch.manual_seed(settings["seed"])
+        after_import("numpy.random", channel.shield(lambda numpy_random: numpy_random.seed(settings["seed"])))
     observer = Observer(channel)
     observer.passes.sample_dim = settings.get("sample_dim", 0)
     observer.counts_flops = settings.get("counts_flops", False)
@@ -193,7 +194,7 @@ class Observer:
         if self.ignores_steps:
             return None
         if not self._is_loaded:  # no module has run
-            self._report_loaded(lambda: [p for group in optimizer.param_groups for p in group["params"]])
+            self._report_loaded(lambda: passes.parameters_of(optimizer))
         if self.scaler_depth:
             self.index_of(optimizer)  # DeepSpeed takes its parameters away after the step
         if self.diagnosis is not None:
@@ -206,6 +207,8 @@ class Observer:
             self._num_nested -= 1
             return
         self._running_step_frame = None
+        if self.gradient_recorder is not None:
+            self.gradient_recorder.restore_gradients()
         self.has_stepped = True
         if not (self.scaler_depth or self.ignores_steps):
             self.report_step(optimizer)
@@ -260,6 +263,7 @@ class Observer:
             self.device.type == "cpu"
             or self.num_steps <= passes.NUM_FULLY_WATCHED
             or self._num_steps_of[index] % NUM_STEPS_PER_SYNC == 0
+            or self._num_steps_of[index] == 1  # an optimizer may be made anew before it has taken so many
         ):
             self._report_steps()
         if self.counts_flops and index == 0:
@@ -347,7 +351,7 @@ class Observer:
 
     def _report_optimizer(self, optimizer: Any) -> None:
         """Give a new optimizer its index, take its parameters' device as that of the training, and report both."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = passes.parameters_of(optimizer)
         self._optimizers.append(weakref.ref(optimizer))
         self._num_steps_of.append(0)
         self.device = next((p.device for p in parameters if p.device.type != "cpu"), self.device)

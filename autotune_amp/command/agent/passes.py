@@ -14,6 +14,7 @@ import torch
 from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.utils.data import get_worker_info
 
 from . import where
@@ -183,7 +184,7 @@ class PassRecorder:
 
     def _record_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         began = time.perf_counter()
-        if module.training and torch.is_grad_enabled() and next(module.parameters(), None) is not None:
+        if module.training and torch.is_grad_enabled() and not all(map(is_lazy, module.parameters())):
             for action in self.on_outermost:
                 action(module)
             inputs = [*args, *kwargs.values()]
@@ -243,6 +244,8 @@ def _used_dtype(module: Any) -> str:
         if isinstance(used, torch.dtype):
             return _dtype_name(used)
     for parameter in module.parameters():
+        if is_lazy(parameter):
+            continue
         name = _dtype_name(parameter.dtype)
         is_counted = (parameter.is_floating_point() or parameter.is_complex()) and not is_packed(parameter)
         num_by_dtype[name] = num_by_dtype.get(name, 0) + (parameter.numel() if is_counted else 0)
@@ -270,6 +273,11 @@ def before_update(
         return loss
 
     return args[:1], {**kwargs, "closure": closure_then_action}
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    """Return the parameters of an optimizer, without those of lazy modules that no forward has initialized yet."""
+    return [p for group in optimizer.param_groups for p in group["params"] if not is_lazy(p)]
 
 
 def is_packed(tensor: Any) -> bool:

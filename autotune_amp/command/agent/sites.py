@@ -18,6 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import BatchSampler, dataloader
 
 from . import where
+from .batches import batch_size_of
 from .channel import Channel
 from .imports import after_import
 
@@ -150,7 +151,7 @@ class _SiteReporter:
             kind="batch_sampler" if has_own else "loader",
             name=type(loader.batch_sampler if has_own else loader).__name__,
             values={
-                "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+                "batch_size": batch_size_of(loader),
                 "num_workers": loader.num_workers,
             },
             loader=getattr(loader, "_autotune_amp_index", None),

@@ -1,0 +1,44 @@
+"""Which optimizer steps are measured: messages that no process has sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import said
+
+from autotune_amp.command.rank_steps import Rank
+
+
+def rank_of(steps: Sequence[int], lines: str) -> Rank:
+    """A rank that took steps of the optimizers with these indices, each of which is named by the letter of its line."""
+    rank = Rank(1)
+    for number, index in enumerate(steps, 1):
+        if index not in rank.optimizers:
+            rank.add(said.optimizer(1, index=index, line=f"train.py:{lines[index]}"))
+        rank.add(said.step(1, number, optimizer=index))
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("steps", "lines", "expected"),
+    [
+        ([0] * 9, "a", 9),
+        ([0, 0, 1, 1, 2, 2], "aaa", 6),  # made anew in each round
+        ([0, 0, 1, 0, 0, 1], "ab", 2),
+        ([0, 1, 2, 0, 1, 2], "aaa", 2),  # an ensemble
+        ([0, 1, 0, 1, 2, 3, 2, 3], "abab", 4),  # a GAN in each fold
+        ([0, 1, 0, 1, 2, 3, 2, 3], "aaaa", 4),  # an ensemble in each fold
+        ([0] * 10 + [1] * 100, "ab", 100),  # a search for the learning rate
+        ([0] * 10 + [1] * 20, "ab", 10),  # it may go on
+        (([0] * 50 + [1]) * 3, "ab", 3),
+        ([1] + ([0] * 25 + [1]) * 2, "ab", 3),
+    ],
+)
+def test_steps_of_the_optimizer_that_steps_least_often(steps: Sequence[int], lines: str, expected: int) -> None:
+    assert len(rank_of(steps, lines).primary_steps) == expected
+
+
+def test_parameters_of_an_optimizer_that_is_replaced_do_not_count() -> None:
+    assert len(rank_of([0, 0, 1, 1, 2, 2], "aaa").running_optimizers) == 1
+    assert len(rank_of([0, 1, 2, 0, 1, 2], "aaa").running_optimizers) == 3
