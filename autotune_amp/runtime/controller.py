@@ -177,7 +177,11 @@ class PrecisionController(torch.amp.GradScaler):
         if losses and self._scale is None:
             self._scaler.place(losses[0].device, self._scaler.target, self._rule.growth_tracker)
         self._check.see_losses(losses)
-        return super().scale(outputs) if self._scaler.is_scaling else outputs
+        scaled = super().scale(outputs) if self._scaler.is_scaling else outputs
+        for loss in tree_leaves(scaled):
+            if isinstance(loss, Tensor) and loss.requires_grad:
+                loss.register_hook(self._check.window.note_backward)
+        return scaled
 
     def train_step(
         self,
@@ -319,8 +323,11 @@ class PrecisionController(torch.amp.GradScaler):
 
     def _begin_window(self) -> None:
         self._is_in_window = True
-        model = self._executor.model
-        if model is not None and self._check.window.num_passes == 0:
+        model, window = self._executor.model, self._check.window
+        is_unread = not (window.verdicts or window.scale_was_read)
+        if window.has_run_backward and is_unread and not self._executor.optimizers.may_hold_gradients():
+            self._check.window = window = UpdateWindow(follows_dropped=True)
+        if model is not None and window.num_passes == 0:
             model.begin_window()
 
     def _end_window(self) -> None:
@@ -330,7 +337,8 @@ class PrecisionController(torch.amp.GradScaler):
             self._executor.model.num_window_passes = window.num_passes
         if window.is_late:
             self._metrics.end_window()
-            self._executor.end_window(self._scaler.send(window, self._ranks))
+            skipped = self._scaler.send(window, self._ranks)
+            self._executor.end_window(True if window.follows_dropped else skipped)
             # Hysteresis is counted on the host only, so the host must not lag behind.
             self._read_verdicts(0 if self._rule.hysteresis > 1 else LAG_UPDATES)
         else:
@@ -340,7 +348,7 @@ class PrecisionController(torch.amp.GradScaler):
             result = window.result(self._ranks)
             if result.verdicts:
                 self._metrics.end_window()
-                self._executor.end_window(result.worst > CLEAN)
+                self._executor.end_window(window.follows_dropped or result.worst > CLEAN)
                 self._executor.end_update(result)
                 self._scaler.write()
         self._is_in_window = False

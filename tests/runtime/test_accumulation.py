@@ -12,7 +12,7 @@ import pytest
 import torch
 from resumable import NAN
 from torch import Tensor, nn
-from training import Batch, batches, fp16, same, weights
+from training import Batch, Loop, batches, fp16, same, weights
 
 from autotune_amp.core.precisions import Precision
 from autotune_amp.runtime.controller import PrecisionController
@@ -233,3 +233,26 @@ def test_a_dropped_window_leaves_no_trace() -> None:
     assert same(mine.net, theirs.net)
     status = mine.controller.status()
     assert (status.num_updates, status.num_skips) == (2, 0)
+
+
+@pytest.mark.parametrize("own_autocast", [None, torch.float16])
+def test_a_bad_batch_whose_gradients_the_loop_drops_itself_costs_no_other_step(
+    own_autocast: torch.dtype | None,
+) -> None:
+    nets = []
+    for drops in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        loop = Loop(net, controller := PrecisionController(fp16(), device="cpu"), own_autocast=own_autocast)
+        for number, batch in enumerate(batches(4)):
+            if drops and number:
+                with controller.autocast() if own_autocast is None else torch.autocast("cpu", own_autocast):
+                    loss = nn.functional.mse_loss(net(NAN[0]), NAN[1])
+                controller.scale(loss).backward()
+                loop.optimizer.zero_grad()
+            loop.step(batch)
+        status = controller.status()
+        assert (status.num_updates, status.num_skips) == (4, 0)
+        nets.append(net)
+    assert all(torch.equal(one, other) for one, other in zip(*(net.parameters() for net in nets), strict=True))
+    assert all(torch.isfinite(buffer).all() for buffer in nets[0].buffers())
