@@ -364,8 +364,8 @@ class PrecisionController(torch.amp.GradScaler):
         self._carry_out_requests()
 
     # A move waits until the accumulation window is over, which would otherwise mix gradients of two scales, and until
-    # an autocast of ours has ended, whose cached casts would break. A user's own autocast may stay on for ever; there
-    # the precision is changed by contexts inside it, which use no cache.
+    # an autocast of ours has ended, whose cached casts would break, or a validation in a precision of its own. A user's
+    # own autocast may stay on for ever; there the precision is changed by contexts inside it, which use no cache.
 
     def _request(self, what: RequestKind, name: str = "") -> None:
         self._executor.pending_requests.append((what, name))
@@ -374,7 +374,7 @@ class PrecisionController(torch.amp.GradScaler):
     def _carry_out_requests(self) -> None:
         executor = self._executor
         is_inside_autocast = executor.uses_own_autocast and torch.is_autocast_enabled(self._ranks.device.type)
-        if not executor.pending_requests or is_inside_autocast:
+        if not executor.pending_requests or is_inside_autocast or executor.is_validating:
             return
         while executor.pending_requests and not (self._is_in_window or self._is_moving):
             self._is_moving = True

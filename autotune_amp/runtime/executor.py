@@ -84,6 +84,7 @@ class Executor:
         self.is_off = False
         policy.can_move = False  # until the loop gives a way to change its precision
         self.uses_own_autocast = False  # whether the loop uses the controller's autocast
+        self.is_validating = False  # in a precision of its own, during which no move may be made
         self.model: AttachedModel | None = None
         self.history: list[MoveRecord] = []
         self.listeners: list[Callable[[MoveRecord], object]] = []
@@ -276,6 +277,7 @@ class Executor:
                 f"precision is {precision!r}; it must be one of {', '.join(MODES)}.", "Leave it out for the run's own."
             )
         model, own, flags = self.model, self.precision, torch_state.capture()
+        was_validating, self.is_validating = self.is_validating, True
         torch_state.set_flags(precision)
         try:
             if model is not None:
@@ -284,6 +286,7 @@ class Executor:
             with torch_state.autocast(precision, self.ranks.device.type):
                 yield
         finally:
+            self.is_validating = was_validating
             torch_state.apply(flags)
             if model is not None:
                 self.precision = own
