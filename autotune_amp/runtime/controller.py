@@ -20,6 +20,7 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import MeasuredFlops
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.precision.step_amp import has_gradients
 from autotune_amp.runtime import checkpoint, windows
 from autotune_amp.runtime.end_signal import EndSignal
@@ -473,10 +474,13 @@ class PrecisionController(torch.amp.GradScaler):
         only with an attached model. Call it before or after compiling. Raises `InvalidRequestError` for a second model,
         and for a module to pin that the model does not have.
         """
-        if self._executor.model is not None:
-            if not self._executor.model.is_from_closure:
+        found = self._executor.model
+        if found is not None:
+            if not found.is_from_closure:
                 raise InvalidRequestError("A model is attached already.", "Make another controller for another model.")
             self._executor.detach()
+            if found.model is not unwrap(model):  # whose modules have other names
+                self._executor.pins_to_come = self._executor.own_config.pinned_modules
         self._executor.attach(AttachedModel(model, rerun, self._ranks.device))
 
     def detach(self) -> None:

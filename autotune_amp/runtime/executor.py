@@ -116,10 +116,15 @@ class Executor:
         return not self.policy.can_move
 
     @property
+    def pinned(self) -> tuple[str, ...]:
+        """Return the modules that are pinned in fp32, or will be once a model is attached."""
+        return self.pins_to_come if self.model is None else self.model.pinned
+
+    @property
     def config(self) -> AmpConfig:
         """Return the config in use: the current rung's precision and batch size, and the rungs below."""
         rung = self.policy.rung
-        if rung == 0 and not (self.model and self.model.pinned) and not self.excluded_attention:
+        if rung == 0 and self.pinned == self.own_config.pinned_modules and not self.excluded_attention:
             return self.own_config
         plan = self.plans[rung - 1] if rung else self.own_config
         own = self.own_config.attention
@@ -131,7 +136,7 @@ class Executor:
             accumulation_steps=plan.accumulation_steps,
             loss_scale=self.policy.loss_scale if MODES[plan.precision].takes_scaler else None,
             fallback=tuple(self.plans[rung:]),
-            pinned_modules=self.model.pinned if self.model else self.own_config.pinned_modules,
+            pinned_modules=self.pinned,
             attention="as_found" if own in self.excluded_attention else own,
         )
 
@@ -254,6 +259,9 @@ class Executor:
         self._forward.end()
         switch_on(self._switched_off)
         if self.model is not None:
+            if self._action is not None and self._action.kind in ("diagnose", "probe"):  # which need the model
+                self.drop_action()
+            self.pins_to_come = self.model.pinned
             self.model.detach()
             self.model = None
             self.policy.can_rerun = False
@@ -335,6 +343,11 @@ class Executor:
         culprit, *_ = *self.ranks.union(() if seen is None else (seen,)), None
         self._culprit = culprit or self._culprit
         return culprit is not None
+
+    def drop_action(self) -> None:
+        """Forget the policy's action that waits for the end of the window."""
+        self._action = None
+        self.pending_requests[:] = [request for request in self.pending_requests if request[0] != "act"]
 
     def carry_out_next_request(self) -> None:
         """Carry out the first of `pending_requests`. Raises subclasses of `TrainingStoppedError`."""

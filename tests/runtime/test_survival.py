@@ -321,3 +321,27 @@ def test_a_detached_controller_leaves_flags_as_found_and_never_runs_the_closure_
     controller.enable()
     train(400)
     assert len(reruns) == 1
+
+
+def test_a_model_detached_while_its_diagnosis_waits_is_trained_on() -> None:
+    model = small()
+    steered = controller()
+    loop = Loop(model, steered)
+    for _ in range(2):
+        with steered.autocast():
+            loop.step(NAN)
+    steered.detach()
+    loop.run(batches(5))
+    assert (steered.status().num_steps, steered.status().history) == (5, ())
+
+
+def test_pins_that_a_diagnosis_found_outlast_a_detached_model() -> None:
+    model = FeedForward()
+    steered = controller()
+    Loop(model, steered).run(batches(4))
+    assert steered.status().pinned_modules == ("wo",)
+    steered.detach()
+    assert type(model.wo) is nn.Linear
+    assert steered.config.pinned_modules == tuple(steered.state_dict()["autotune_amp"]["pinned"]) == ("wo",)
+    steered.attach(model)
+    assert steered.status().pinned_modules == ("wo",)

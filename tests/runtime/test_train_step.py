@@ -359,7 +359,11 @@ def test_what_the_user_attaches_is_used_as_given_and_takes_the_place_of_what_was
     def mine() -> Tensor:
         return loss()
 
+    found = controller._executor.model
+    assert found is not None
+    found.pin(("0",))  # as a diagnosis does
     controller.attach(model, mine)
+    assert controller.status().pinned_modules == ("0",)
     controller.train_step(loss, optimizer)
     attached = controller._executor.model
     assert attached is not None
