@@ -454,18 +454,24 @@ class Executor:
         recipe = self.own_config.fp8_recipe
         return diagnosis.Rerunner(self.model.given, self.model.rerun, self.policy.precision, self.ranks, recipe)
 
+    def _withdraw_failed(self, rerunner: diagnosis.Rerunner) -> None:
+        for precision, why in rerunner.failed.items():
+            self.policy.withdraw(precision, why)
+
     def _diagnose(self, asked: Action) -> Action | None:
         policy, model = self.policy, self.model
         assert model is not None  # without a model no diagnosis is requested
         self._forward.end()
+        rerunner = self._rerunner()
         finding = diagnosis.diagnose(
-            self._rerunner(),
+            rerunner,
             [p for p in policy.rungs[policy.rung + 1 :] if p not in policy.withdrawn and not self._breaks_script(p)],
             policy.scale_before_burst if policy.is_scaling else 1.0,
             finds_pins=not policy.has_pinned,
             is_whole=not self.ranks.any(model.num_window_passes > 1),
             can_run_fp32=not model.has_frozen_half_weights,
         )
+        self._withdraw_failed(rerunner)
         self._culprit = finding.culprit
         if finding.is_precision:
             self.metrics.explain_by_overflow()
@@ -474,7 +480,9 @@ class Executor:
 
     def _probe(self, probe: Action) -> Action | None:
         faster = self.policy.rungs[probe.rung]
-        done = self._rerunner().run(faster, probe.scale if MODES[faster].takes_scaler else 1.0)
+        rerunner = self._rerunner()
+        done = rerunner.run(faster, probe.scale if MODES[faster].takes_scaler else 1.0)
+        self._withdraw_failed(rerunner)
         return self.policy.probed(probe, is_finite=done.is_finite)
 
     def _stop(self, stop: Action, next_step: str | None = None) -> None:

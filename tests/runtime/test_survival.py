@@ -266,6 +266,21 @@ def test_a_closure_that_fails_or_does_not_show_what_does_keeps_no_run_from_movin
     assert (status.precision, status.num_steps, status.num_skips) == ("bf16", 20 - num_skips, num_skips)
 
 
+class OnlyInHalf(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        if inputs.dtype == torch.float32:
+            raise TypeError("no kernel for fp32")
+        return inputs
+
+
+def test_a_run_is_not_moved_to_a_precision_in_which_its_model_raises() -> None:
+    steered = controller(AmpConfig(precision="bf16", batch_size=4, fallback=["fp32"]))
+    loop = Loop(nn.Sequential(nn.Linear(8, 8), OnlyInHalf(), nn.Linear(8, 1)), steered).run(batches(4))
+    with pytest.raises(NoRungFitsError, match="no kernel"):
+        loop.run([NAN, NAN])
+    assert steered.status().precision == "bf16"
+
+
 def test_what_the_model_cannot_run_in_is_refused_by_hand_too() -> None:
     model = nn.Sequential(nn.Linear(8, 8).to(torch.bfloat16).requires_grad_(False), nn.Linear(8, 1))
     controller = PrecisionController(fp16(), device="cpu")
