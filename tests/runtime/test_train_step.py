@@ -326,6 +326,18 @@ def test_two_calls_for_one_pass_of_a_window_are_refused() -> None:
         controller.train_step(lambda: discriminator(torch.ones(2, 8)).mean(), other)
 
 
+def test_a_step_walks_through_no_module_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, walks = network(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    controller = steered(fp16(accumulation_steps=2))
+    named_modules = nn.Module.named_modules
+    for number, ((inputs, targets), _) in enumerate(controller.windows(batches(6))):
+        if number == 2:
+            monkeypatch.setattr(nn.Module, "named_modules", lambda *a, **k: walks.append(1) or named_modules(*a, **k))
+        controller.train_step(lambda: mse_loss(model(inputs), targets), optimizer)
+    assert walks == []
+
+
 def test_lbfgs_is_refused_before_anything_runs() -> None:
     model = nn.Linear(8, 1)
     with pytest.raises(InvalidRequestError, match="LBFGS"):
