@@ -81,7 +81,8 @@ class PrecisionController(torch.amp.GradScaler):
     max_slowdown: refuse fallbacks measured to take more than this many times as long.
     promote: go back up, after 2000 clean steps, if a rerun (see `attach`) at 16 times the loss scale is finite.
     on_signal: called in `update()` at the end of the window in which SIGTERM came, as Slurm ends a job; on accelerators
-        of the next. Give it on every rank or on none. Afterwards, and by `detach`, the previous handler is restored.
+        of the next. Give it on every rank or on none. Afterwards, and by `detach`, the previous handler is restored; it
+        gets a SIGTERM that came after the last window.
     process_group: the ranks that decide together; all ranks if None.
     sinks: called in threads of their own, on rank 0, with the metrics (`autotune_amp.runtime.status`) of every 64th
         update, change of the loss scale and move. `autotune_amp.integrations.sinks` has ready-made ones.
@@ -118,7 +119,8 @@ class PrecisionController(torch.amp.GradScaler):
         measured_flops: MeasuredFlops | None = None,
     ) -> None:
         self._ranks = ranks = Ranks(checked_device(device), process_group)
-        self._end_signal = None if on_signal is None else EndSignal(on_signal, ranks)
+        self._on_signal = on_signal
+        self._end_signal: EndSignal | None = None
         self._check = GradientCheck(ranks)
         precisions = [config.precision, *(plan.precision for plan in config.plans)]
         self._policy = policy = Policy(precisions, config.loss_scale, promotes=promote)
@@ -146,6 +148,7 @@ class PrecisionController(torch.amp.GradScaler):
         self._windows = windows.Windows()
         self._train_step = TrainStep(self._executor)
         self._executor.apply()
+        self.open()
 
     @classmethod
     def load(
@@ -484,8 +487,17 @@ class PrecisionController(torch.amp.GradScaler):
         self._executor.attach(AttachedModel(model, rerun, self._ranks.device))
 
     def detach(self) -> None:
-        """Restore the attached model and the TF32 flags of a config as found, and close sinks and signal handler."""
+        """Restore the attached model and the TF32 flags of a config as found, and `close`."""
         self._executor.detach()
+        self.close()
+
+    def open(self) -> None:
+        """Handle SIGTERM by `on_signal` again after `close`. A new controller does so already."""
+        if self._on_signal is not None:
+            self._end_signal = EndSignal(self._on_signal, self._ranks)
+
+    def close(self) -> None:
+        """Report the last update, wait briefly for the sinks, and restore the handler of SIGTERM."""
         self._metrics.close()
         if self._end_signal is not None:
             self._end_signal.close()
