@@ -447,6 +447,9 @@ def _patched_class(original: type[nn.Module]) -> type[nn.Module]:
                 rest[0] = dict(rest[0])
                 if not any(wrappers):
                     _restore_forward(rest[0])
+        if not any(wrappers):
+            # Loadable without autotune_amp. pickle takes no bare `build` of another class than that of self.
+            return functools.partial(build, *arguments), (), *rest
         return _rebuild_with_wrappers, (build, arguments, wrappers), *rest
 
     def copy_method(name: str) -> Callable[..., Any]:

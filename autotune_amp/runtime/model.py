@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -155,19 +156,19 @@ class _OnLoad:
     """Hook that saves the running statistics after weights were loaded, since those saved before belong to other
     weights.
 
-    In a copy or pickle of the model, which includes the hook, it is not connected to the controller.
+    In a copy or pickle of the model, which includes the hook, a function of Python's own that does nothing replaces it.
     """
 
-    def __init__(self, attachment: AttachedModel | None = None) -> None:
-        self._attachment = None if attachment is None else weakref.ref(attachment)
+    def __init__(self, attachment: AttachedModel) -> None:
+        self._attachment = weakref.ref(attachment)
 
     def __call__(self, *_: object) -> None:
-        attachment = None if self._attachment is None else self._attachment()
+        attachment = self._attachment()
         if attachment is not None:
             attachment.statistics.collect()
 
-    def __reduce__(self) -> tuple[type[_OnLoad], tuple[()]]:
-        return _OnLoad, ()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
 
 
 class RunningStatistics:

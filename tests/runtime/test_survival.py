@@ -307,6 +307,16 @@ def test_an_attached_model_can_be_copied_and_pickled_and_attached_anew() -> None
         assert model[0](torch.zeros(2, 8)).dtype == torch.float16
 
 
+def test_a_model_saved_while_it_is_attached_is_loaded_without_this_package() -> None:
+    model = small()
+    steered = controller()
+    steered.attach(model)
+    assert b"autotune_amp" not in pickle.dumps(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    loaded.load_state_dict(model.state_dict())  # runs what was a hook of the controller
+    assert same(loaded, model)
+
+
 def _saved_and_loaded(model: nn.Module) -> Any:
     written = io.BytesIO()
     torch.save(model, written)
