@@ -184,7 +184,7 @@ class PrecisionController(torch.amp.GradScaler):
         scaled = super().scale(outputs) if self._scaler.is_scaling else outputs
         for loss in tree_leaves(scaled):
             if isinstance(loss, Tensor) and loss.requires_grad:
-                loss.register_hook(self._check.window.note_backward)
+                loss.register_hook(self._check.window.note_backward)  # type: ignore[no-untyped-call] # torch's
         return scaled
 
     def train_step(

@@ -223,7 +223,8 @@ def test_a_run_that_ended_leaves_the_model_and_the_handling_of_signals_as_found(
         net = Validated()
         plugin = AutotunePrecision(fp16(pinned_modules=("net.0",)), on_signal=lambda: heard.append("saved"))
         run = trainer(tmp_path, plugins=[plugin])
-        for num_updates in (3, 6):
+        for num_epochs, num_updates in ((1, 3), (2, 6)):
+            run.fit_loop.max_epochs = num_epochs
             run.fit(net, loader(3), loader(1))
             run.validate(net, loader(1), verbose=False)
             assert [type(module) for module in net.net] == [nn.Linear, nn.ReLU, nn.Linear]
@@ -231,7 +232,6 @@ def test_a_run_that_ended_leaves_the_model_and_the_handling_of_signals_as_found(
             status = plugin.controller.status()
             assert (status.num_updates, plugin.controller.config.pinned_modules) == (num_updates, ("net.0",))
             signal.raise_signal(signal.SIGTERM)
-            run.fit_loop.max_epochs += 1
         assert heard == ["own", "own"]
     finally:
         signal.signal(signal.SIGTERM, before)
