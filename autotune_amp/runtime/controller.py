@@ -145,6 +145,7 @@ class PrecisionController(torch.amp.GradScaler):
         self._rule.backoff_factor = backoff_factor  # the constructor refuses 1.0, which never backs off
         # A window lasts from the first autocast() or scale() until update(). A move may call the user's closure.
         self._is_in_window = self._is_moving = False
+        self._watches_backward = False  # by hooks of the losses, once the loop may have dropped a window's gradients
         self._windows = windows.Windows()
         self._train_step = TrainStep(self._executor)
         self._executor.apply()
@@ -182,7 +183,7 @@ class PrecisionController(torch.amp.GradScaler):
             self._scaler.place(losses[0].device, self._scaler.target, self._rule.growth_tracker)
         self._check.see_losses(losses)
         scaled = super().scale(outputs) if self._scaler.is_scaling else outputs
-        for loss in tree_leaves(scaled):
+        for loss in tree_leaves(scaled) if self._watches_backward else ():
             if isinstance(loss, Tensor) and loss.requires_grad:
                 loss.register_hook(self._check.window.note_backward)  # type: ignore[no-untyped-call] # torch's
         return scaled
@@ -328,9 +329,11 @@ class PrecisionController(torch.amp.GradScaler):
     def _begin_window(self) -> None:
         self._is_in_window = True
         model, window = self._executor.model, self._check.window
-        is_unread = not (window.verdicts or window.scale_was_read)
-        if window.has_run_backward and is_unread and not self._executor.optimizers.may_hold_gradients():
-            self._check.window = window = UpdateWindow(follows_dropped=True)
+        is_unread = window.num_passes > 0 and not (window.verdicts or window.scale_was_read)
+        if is_unread and not self._executor.optimizers.may_hold_gradients():
+            if window.has_run_backward:  # else its backward pass may follow those of more losses
+                self._check.window = window = UpdateWindow(follows_dropped=True)
+            self._watches_backward = True
         if model is not None and window.num_passes == 0:
             model.begin_window()
 
