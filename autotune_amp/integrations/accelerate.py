@@ -141,6 +141,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
 
     def _make_controller(self) -> None:
         self.controller = PrecisionController(self._own_config, self.device, **self._controller_options)
+        self.controller.close()  # until a model is attached: before, SIGTERM is not the controller's
         self.controller.on_move(lambda _: self._raise_if_batches_differ())
         self.scaler = self.controller
         self._is_attached = False
@@ -151,6 +152,11 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         self.controller.detach()
         self._make_controller()
         return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        """End the training as in Accelerator, and the controller's reports and its handling of SIGTERM."""
+        self.controller.close()
+        super().end_training()
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -168,6 +174,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         is_trained = not evaluation_mode and any(parameter.requires_grad for parameter in prepared.parameters())
         if is_trained and not self._is_attached:
             self.controller.attach(prepared, self._rerun)
+            self.controller.open()
             self._is_attached = True
         return prepared
 

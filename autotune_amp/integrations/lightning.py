@@ -160,7 +160,10 @@ class AutotunePrecision(Precision):
         prepare(self.config, module, optimizers)
         saved_state = self._controller.state_dict() if self._controller is not None and self._module is module else None
         self._module = module
-        self._controller = PrecisionController(self.config, module.trainer.strategy.root_device, **self._options)
+        # Validation, tests and predictions have no window at whose end SIGTERM could be handled.
+        is_trained = module.trainer.state.fn == TrainerFn.FITTING
+        options = self._options if is_trained else self._options | {"on_signal": None}
+        self._controller = PrecisionController(self.config, module.trainer.strategy.root_device, **options)
         self._window = AccumulationWindow(self._controller)
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined] # set without a type
         if self._latest not in callbacks:
@@ -170,6 +173,11 @@ class AutotunePrecision(Precision):
         if saved_state is not None:
             self.load_state_dict(saved_state)
         return model, optimizers, lr_schedulers
+
+    def teardown(self) -> None:
+        """Restore the model and end the controller's reports. Its state is kept for the Trainer's next run."""
+        if self._controller is not None:
+            self._controller.detach()
 
     def _recompute_loss(self) -> Tensor:
         """Run ``training_step`` on the latest batch again and return its loss, divided by the accumulation steps.

@@ -7,11 +7,12 @@ mapping from metric names, such as ``autotune_amp/scale``, to numbers or text; `
 lists the names.
 
 `wandb()` and `mlflow()` use the active run. W&B has one step for everything that a run logs, so `wandb()` adds its
-metrics to the rows that your training run logs; if it logs seldom, use `wandb(own_rows=True)`. Sinks are called on rank
-0, for every 64th update (attempted optimizer step), each change of the loss scale and each move. Each sink runs in a
-thread of its own: if it raises or hangs, a warning is logged once, and training goes on. Each needs its package:
-`pip install -e '.[tensorboard]'`, `wandb`, `mlflow` or `opentelemetry`. No sink is needed to draw the controller's own
-run log (``run_log="run.jsonl"``): use `autotune-amp report run.jsonl`, with `--follow` while the run goes on.
+metrics to the rows that your training run logs; if it logs seldom, use `wandb(own_rows=True)`. Sinks are called for
+every 64th update (attempted optimizer step), each change of the loss scale and each move: on rank 0 of torch's process
+group, or without one in every process. Each sink runs in a thread of its own: if it raises or hangs, a warning is
+logged once, and training goes on. Each needs its package: `pip install -e '.[tensorboard]'`, `wandb`, `mlflow` or
+`opentelemetry`. No sink is needed to draw the controller's own run log (``run_log="run.jsonl"``): use `autotune-amp
+report run.jsonl`, with `--follow` while the run goes on.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import urllib.request
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -54,11 +55,17 @@ _UPDATE, _PRECISION = METRICS["update"].name, METRICS["precision"].name
 
 
 def _on_first_rank(make: Callable[P, Sink]) -> Callable[P, Sink]:
-    """Decorate a function that returns a sink: on ranks other than 0 it is not called, and the sink does nothing."""
+    """Decorate a function that returns a sink: on ranks other than 0 it is called with the first metrics.
+
+    A controller gives such a rank metrics only if it turns out to be a run of its own, as ``srun -n 4`` may start.
+    """
 
     @wraps(make)
     def make_on_first_rank(*args: P.args, **kwargs: P.kwargs) -> Sink:
-        return make(*args, **kwargs) if place().rank == 0 else lambda _: None
+        if place().rank == 0:
+            return make(*args, **kwargs)
+        made = cache(lambda: make(*args, **kwargs))
+        return lambda values: made()(values)
 
     return make_on_first_rank
 

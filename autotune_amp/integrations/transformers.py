@@ -121,6 +121,7 @@ class AutotuneTrainer(Trainer):
 
     def _make_controller(self) -> None:
         self.controller = _StopStoringController(self._amp_config, self.args.device, **self._controller_options)
+        self.controller.close()  # until `train`: outside of it, SIGTERM is not the controller's
         self.controller.on_move(lambda _: self._raise_if_window_differs())
         self.accelerator.scaler = self.controller
         self._attached_model = None
@@ -191,7 +192,11 @@ class AutotuneTrainer(Trainer):
         """Train as in Trainer. If the controller stops the run, raise its `TrainingStoppedError` at the end."""
         self.controller.discard_window()  # gradients of an interrupted run, which the Trainer drops
         self.controller.stopped = None
-        output = super().train(*args, **kwargs)
+        self.controller.open()
+        try:
+            output = super().train(*args, **kwargs)
+        finally:
+            self.controller.close()
         stopped = self.controller.stopped
         if stopped is None:
             return output

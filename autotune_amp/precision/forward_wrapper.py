@@ -152,6 +152,8 @@ def is_pinned(module: nn.Module) -> bool:
 def override(module: nn.Module, precision: Precision, device_type: str) -> None:
     """Run `module` under this precision's autocast from now on, even inside an autocast of the user's code.
 
+    A forward in evaluation mode, without gradients and outside of any autocast stays in fp32: it is no part of a
+    training.
     A pin on the same module or on a submodule takes precedence. A compiled model recompiles once per new precision.
     """
     _disable_autocast_of_compiled_backward()
@@ -310,10 +312,17 @@ def _run_forward(module: nn.Module, forward: Callable[..., Any], args: tuple[Any
     # There may be no wrappers left: other code, such as Accelerate, may have kept this forward.
     wrappers = module.__dict__.get(_WRAPPERS) or ForwardWrappers()
     forced = wrappers.pin or wrappers.override
+    if forced is wrappers.override and forced is not None and _is_plain_evaluation(module, forced.device_type):
+        forced = forced._replace(precision="fp32")
     output = forward(*args, **kwargs) if forced is None else forced.run(forward, args, kwargs)
     if wrappers.observed is not None and module.training:
         wrappers.observed.observe_output(output, is_forced=forced is not None)
     return output
+
+
+def _is_plain_evaluation(module: nn.Module, device_type: str) -> bool:
+    """Return whether this forward is in evaluation mode, without gradients and outside of any autocast."""
+    return not (module.training or torch.is_grad_enabled() or torch.is_autocast_enabled(device_type))
 
 
 def _to_fp32(inputs: Any) -> Any:
@@ -438,6 +447,9 @@ def _patched_class(original: type[nn.Module]) -> type[nn.Module]:
                 rest[0] = dict(rest[0])
                 if not any(wrappers):
                     _restore_forward(rest[0])
+        if not any(wrappers):
+            # Loadable without autotune_amp. pickle takes no bare `build` of another class than that of self.
+            return functools.partial(build, *arguments), (), *rest
         return _rebuild_with_wrappers, (build, arguments, wrappers), *rest
 
     def copy_method(name: str) -> Callable[..., Any]:

@@ -76,7 +76,7 @@ def save(executor: Executor, window: UpdateWindow) -> dict[str, Any]:
         KEY: {
             "format": FORMAT,
             "steering": executor.policy.state_dict(),
-            "pinned": list(executor.model.pinned if executor.model else executor.pins_to_come),
+            "pinned": list(executor.pinned),
             "excluded_attention": list(executor.excluded_attention),
             "history": [to_plain(record) for record in executor.history],
             "counters": {
@@ -166,6 +166,7 @@ def restore(executor: Executor, window: UpdateWindow, saved: ValidatedState | No
         metrics.resume(None)
         executor.apply()
         return
+    executor.drop_action()
     executor.policy.restore(saved.policy)
     counters = own.counters
     executor.history[:] = saved.history

@@ -20,6 +20,7 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import MeasuredFlops
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.precision.step_amp import has_gradients
 from autotune_amp.runtime import checkpoint, windows
 from autotune_amp.runtime.end_signal import EndSignal
@@ -80,7 +81,8 @@ class PrecisionController(torch.amp.GradScaler):
     max_slowdown: refuse fallbacks measured to take more than this many times as long.
     promote: go back up, after 2000 clean steps, if a rerun (see `attach`) at 16 times the loss scale is finite.
     on_signal: called in `update()` at the end of the window in which SIGTERM came, as Slurm ends a job; on accelerators
-        of the next. Give it on every rank or on none. Afterwards, and by `detach`, the previous handler is restored.
+        of the next. Give it on every rank or on none. Afterwards, and by `detach`, the previous handler is restored; it
+        gets a SIGTERM that came after the last window.
     process_group: the ranks that decide together; all ranks if None.
     sinks: called in threads of their own, on rank 0, with the metrics (`autotune_amp.runtime.status`) of every 64th
         update, change of the loss scale and move. `autotune_amp.integrations.sinks` has ready-made ones.
@@ -117,7 +119,8 @@ class PrecisionController(torch.amp.GradScaler):
         measured_flops: MeasuredFlops | None = None,
     ) -> None:
         self._ranks = ranks = Ranks(checked_device(device), process_group)
-        self._end_signal = None if on_signal is None else EndSignal(on_signal, ranks)
+        self._on_signal = on_signal
+        self._end_signal: EndSignal | None = None
         self._check = GradientCheck(ranks)
         precisions = [config.precision, *(plan.precision for plan in config.plans)]
         self._policy = policy = Policy(precisions, config.loss_scale, promotes=promote)
@@ -142,9 +145,11 @@ class PrecisionController(torch.amp.GradScaler):
         self._rule.backoff_factor = backoff_factor  # the constructor refuses 1.0, which never backs off
         # A window lasts from the first autocast() or scale() until update(). A move may call the user's closure.
         self._is_in_window = self._is_moving = False
+        self._watches_backward = False  # by hooks of the losses, once the loop may have dropped a window's gradients
         self._windows = windows.Windows()
         self._train_step = TrainStep(self._executor)
         self._executor.apply()
+        self.open()
 
     @classmethod
     def load(
@@ -177,7 +182,11 @@ class PrecisionController(torch.amp.GradScaler):
         if losses and self._scale is None:
             self._scaler.place(losses[0].device, self._scaler.target, self._rule.growth_tracker)
         self._check.see_losses(losses)
-        return super().scale(outputs) if self._scaler.is_scaling else outputs
+        scaled = super().scale(outputs) if self._scaler.is_scaling else outputs
+        for loss in tree_leaves(scaled) if self._watches_backward else ():
+            if isinstance(loss, Tensor) and loss.requires_grad:
+                loss.register_hook(self._check.window.note_backward)  # type: ignore[no-untyped-call] # torch's
+        return scaled
 
     def train_step(
         self,
@@ -319,8 +328,13 @@ class PrecisionController(torch.amp.GradScaler):
 
     def _begin_window(self) -> None:
         self._is_in_window = True
-        model = self._executor.model
-        if model is not None and self._check.window.num_passes == 0:
+        model, window = self._executor.model, self._check.window
+        is_unread = window.num_passes > 0 and not (window.verdicts or window.scale_was_read)
+        if is_unread and not self._executor.optimizers.may_hold_gradients():
+            if window.has_run_backward:  # else its backward pass may follow those of more losses
+                self._check.window = window = UpdateWindow(follows_dropped=True)
+            self._watches_backward = True
+        if model is not None and window.num_passes == 0:
             model.begin_window()
 
     def _end_window(self) -> None:
@@ -330,7 +344,8 @@ class PrecisionController(torch.amp.GradScaler):
             self._executor.model.num_window_passes = window.num_passes
         if window.is_late:
             self._metrics.end_window()
-            self._executor.end_window(self._scaler.send(window, self._ranks))
+            skipped = self._scaler.send(window, self._ranks)
+            self._executor.end_window(True if window.follows_dropped else skipped)
             # Hysteresis is counted on the host only, so the host must not lag behind.
             self._read_verdicts(0 if self._rule.hysteresis > 1 else LAG_UPDATES)
         else:
@@ -340,7 +355,7 @@ class PrecisionController(torch.amp.GradScaler):
             result = window.result(self._ranks)
             if result.verdicts:
                 self._metrics.end_window()
-                self._executor.end_window(result.worst > CLEAN)
+                self._executor.end_window(window.follows_dropped or result.worst > CLEAN)
                 self._executor.end_update(result)
                 self._scaler.write()
         self._is_in_window = False
@@ -356,8 +371,8 @@ class PrecisionController(torch.amp.GradScaler):
         self._carry_out_requests()
 
     # A move waits until the accumulation window is over, which would otherwise mix gradients of two scales, and until
-    # an autocast of ours has ended, whose cached casts would break. A user's own autocast may stay on for ever; there
-    # the precision is changed by contexts inside it, which use no cache.
+    # an autocast of ours has ended, whose cached casts would break, or a validation in a precision of its own. A user's
+    # own autocast may stay on for ever; there the precision is changed by contexts inside it, which use no cache.
 
     def _request(self, what: RequestKind, name: str = "") -> None:
         self._executor.pending_requests.append((what, name))
@@ -366,7 +381,7 @@ class PrecisionController(torch.amp.GradScaler):
     def _carry_out_requests(self) -> None:
         executor = self._executor
         is_inside_autocast = executor.uses_own_autocast and torch.is_autocast_enabled(self._ranks.device.type)
-        if not executor.pending_requests or is_inside_autocast:
+        if not executor.pending_requests or is_inside_autocast or executor.is_validating:
             return
         while executor.pending_requests and not (self._is_in_window or self._is_moving):
             self._is_moving = True
@@ -465,15 +480,27 @@ class PrecisionController(torch.amp.GradScaler):
         only with an attached model. Call it before or after compiling. Raises `InvalidRequestError` for a second model,
         and for a module to pin that the model does not have.
         """
-        if self._executor.model is not None:
-            if not self._executor.model.is_from_closure:
+        found = self._executor.model
+        if found is not None:
+            if not found.is_from_closure:
                 raise InvalidRequestError("A model is attached already.", "Make another controller for another model.")
             self._executor.detach()
+            if found.model is not unwrap(model):  # whose modules have other names
+                self._executor.pins_to_come = self._executor.own_config.pinned_modules
         self._executor.attach(AttachedModel(model, rerun, self._ranks.device))
 
     def detach(self) -> None:
-        """Restore the attached model and the TF32 flags of a config as found, and close sinks and signal handler."""
+        """Restore the attached model and the TF32 flags of a config as found, and `close`."""
         self._executor.detach()
+        self.close()
+
+    def open(self) -> None:
+        """Handle SIGTERM by `on_signal` again after `close`. A new controller does so already."""
+        if self._on_signal is not None:
+            self._end_signal = EndSignal(self._on_signal, self._ranks)
+
+    def close(self) -> None:
+        """Report the last update, wait briefly for the sinks, and restore the handler of SIGTERM."""
         self._metrics.close()
         if self._end_signal is not None:
             self._end_signal.close()

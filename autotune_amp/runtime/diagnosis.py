@@ -47,7 +47,7 @@ class RerunResult:
     """Result of a forward and backward pass. `is_finite` and `fits` hold for all ranks, the rest for this one."""
 
     is_finite: bool
-    fits: bool  # False: out of memory, or not run in the requested precision; the other fields are unknown
+    fits: bool  # False: out of memory, or not run as requested, or not without an error; the other fields are unknown
     is_loss_finite: bool
     recorder: PassRecorder
 
@@ -121,10 +121,7 @@ def _find_attention(rerunner: Rerunner, loss_scale: float) -> tuple[str, ...]:
         return ()
 
     def is_finite_without(name: str) -> bool:
-        try:
-            return rerunner.run(rerunner.current, loss_scale, without_attention=(name,)).is_finite
-        except InvalidRequestError:  # the process allows no other backend that can compute it
-            return False
+        return rerunner.run(rerunner.current, loss_scale, without_attention=(name,)).is_finite
 
     return next(((name,) for name in FUSED_BACKENDS if name in enabled and is_finite_without(name)), ())
 
@@ -175,6 +172,7 @@ class Rerunner:
         self._fp8_recipe = fp8_recipe
         self._device_type = ranks.device.type
         self._seen: set[Precision] = set()
+        self.failed: dict[Precision, str] = {}  # precisions other than the current one in which a pass raised, and why
         self.calls_attention = False  # whether a pass called `scaled_dot_product_attention`
 
     def culprit(self, bad: RerunResult) -> str | None:
@@ -198,7 +196,8 @@ class Rerunner:
 
         The attention backends named in `without_attention` are not used.
 
-        Raises `InvalidRequestError` on every rank if the closure fails on any.
+        Raises `InvalidRequestError` on every rank if the closure fails on any in a pass as the loop runs it. If only
+        another pass fails, the model cannot run in that precision, or with those pins.
         """
         recorder = PassRecorder(self.modules)
         has_run_out, error = False, None
@@ -215,6 +214,13 @@ class Rerunner:
         except Exception as raised:  # any error of the user's closure: raised below, once all ranks know
             error = raised
         if self.ranks.any(error is not None):
+            if precision != self.current or pins or without_attention:
+                why = self.first(None if error is None else f"it raised {type(error).__name__}: {error}")
+                error = None  # whose traceback holds the activations
+                self.run(self.current, loss_scale)  # raises if the closure fails there too
+                if precision != self.current:
+                    self.failed[precision] = str(why)
+                return RerunResult(False, False, False, recorder)
             if isinstance(error, InvalidRequestError):
                 raise error
             what = "raised on another rank" if error is None else f"raised {type(error).__name__}: {error}"

@@ -84,6 +84,7 @@ class Executor:
         self.is_off = False
         policy.can_move = False  # until the loop gives a way to change its precision
         self.uses_own_autocast = False  # whether the loop uses the controller's autocast
+        self.is_validating = False  # in a precision of its own, during which no move may be made
         self.model: AttachedModel | None = None
         self.history: list[MoveRecord] = []
         self.listeners: list[Callable[[MoveRecord], object]] = []
@@ -115,10 +116,15 @@ class Executor:
         return not self.policy.can_move
 
     @property
+    def pinned(self) -> tuple[str, ...]:
+        """Return the modules that are pinned in fp32, or will be once a model is attached."""
+        return self.pins_to_come if self.model is None else self.model.pinned
+
+    @property
     def config(self) -> AmpConfig:
         """Return the config in use: the current rung's precision and batch size, and the rungs below."""
         rung = self.policy.rung
-        if rung == 0 and not (self.model and self.model.pinned) and not self.excluded_attention:
+        if rung == 0 and self.pinned == self.own_config.pinned_modules and not self.excluded_attention:
             return self.own_config
         plan = self.plans[rung - 1] if rung else self.own_config
         own = self.own_config.attention
@@ -130,7 +136,7 @@ class Executor:
             accumulation_steps=plan.accumulation_steps,
             loss_scale=self.policy.loss_scale if MODES[plan.precision].takes_scaler else None,
             fallback=tuple(self.plans[rung:]),
-            pinned_modules=self.model.pinned if self.model else self.own_config.pinned_modules,
+            pinned_modules=self.pinned,
             attention="as_found" if own in self.excluded_attention else own,
         )
 
@@ -253,6 +259,9 @@ class Executor:
         self._forward.end()
         switch_on(self._switched_off)
         if self.model is not None:
+            if self._action is not None and self._action.kind in ("diagnose", "probe"):  # which need the model
+                self.drop_action()
+            self.pins_to_come = self.model.pinned
             self.model.detach()
             self.model = None
             self.policy.can_rerun = False
@@ -276,6 +285,7 @@ class Executor:
                 f"precision is {precision!r}; it must be one of {', '.join(MODES)}.", "Leave it out for the run's own."
             )
         model, own, flags = self.model, self.precision, torch_state.capture()
+        was_validating, self.is_validating = self.is_validating, True
         torch_state.set_flags(precision)
         try:
             if model is not None:
@@ -284,6 +294,7 @@ class Executor:
             with torch_state.autocast(precision, self.ranks.device.type):
                 yield
         finally:
+            self.is_validating = was_validating
             torch_state.apply(flags)
             if model is not None:
                 self.precision = own
@@ -332,6 +343,11 @@ class Executor:
         culprit, *_ = *self.ranks.union(() if seen is None else (seen,)), None
         self._culprit = culprit or self._culprit
         return culprit is not None
+
+    def drop_action(self) -> None:
+        """Forget the policy's action that waits for the end of the window."""
+        self._action = None
+        self.pending_requests[:] = [request for request in self.pending_requests if request[0] != "act"]
 
     def carry_out_next_request(self) -> None:
         """Carry out the first of `pending_requests`. Raises subclasses of `TrainingStoppedError`."""
@@ -438,18 +454,24 @@ class Executor:
         recipe = self.own_config.fp8_recipe
         return diagnosis.Rerunner(self.model.given, self.model.rerun, self.policy.precision, self.ranks, recipe)
 
+    def _withdraw_failed(self, rerunner: diagnosis.Rerunner) -> None:
+        for precision, why in rerunner.failed.items():
+            self.policy.withdraw(precision, why)
+
     def _diagnose(self, asked: Action) -> Action | None:
         policy, model = self.policy, self.model
         assert model is not None  # without a model no diagnosis is requested
         self._forward.end()
+        rerunner = self._rerunner()
         finding = diagnosis.diagnose(
-            self._rerunner(),
+            rerunner,
             [p for p in policy.rungs[policy.rung + 1 :] if p not in policy.withdrawn and not self._breaks_script(p)],
             policy.scale_before_burst if policy.is_scaling else 1.0,
             finds_pins=not policy.has_pinned,
             is_whole=not self.ranks.any(model.num_window_passes > 1),
             can_run_fp32=not model.has_frozen_half_weights,
         )
+        self._withdraw_failed(rerunner)
         self._culprit = finding.culprit
         if finding.is_precision:
             self.metrics.explain_by_overflow()
@@ -458,7 +480,9 @@ class Executor:
 
     def _probe(self, probe: Action) -> Action | None:
         faster = self.policy.rungs[probe.rung]
-        done = self._rerunner().run(faster, probe.scale if MODES[faster].takes_scaler else 1.0)
+        rerunner = self._rerunner()
+        done = rerunner.run(faster, probe.scale if MODES[faster].takes_scaler else 1.0)
+        self._withdraw_failed(rerunner)
         return self.policy.probed(probe, is_finite=done.is_finite)
 
     def _stop(self, stop: Action, next_step: str | None = None) -> None:

@@ -350,7 +350,9 @@ class MetricsRecorder:
             return
         self._has_begun = True
         ranks = self._ranks
-        if ranks.rank != 0:
+        # Without a process group by now it is a run of its own, whatever rank its launcher gave it.
+        rank = ranks.rank if ranks.are_many else 0
+        if rank != 0:
             self.run_log, self.sink_threads = None, []  # rank 0 reports
         self._reported_scale = self._scale_in_use
         if self.run_log is None:
@@ -362,7 +364,7 @@ class MetricsRecorder:
             is_resumed=self._policy.num_updates > 0,
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             device=str(ranks.device),
-            rank=ranks.rank,
+            rank=rank,
             num_ranks=ranks.num_ranks,
             config=self._config,
         )

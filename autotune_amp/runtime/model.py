@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 
 from autotune_amp.core.precisions import Precision
 from autotune_amp.dimensions import FP8_RECIPE
@@ -40,6 +42,7 @@ class AttachedModel:
         self.num_window_passes = 1  # of the latest update; `rerun` repeats the last pass
         self.is_verifying = False  # this window records which precisions the layers run in
         self._device, self._device_type = device, device.type
+        self.ddp_modules = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
         self.statistics = RunningStatistics(self.model)
         self._statistics_are_saved = True
         self._own_fp8_recipe = fp8.recipe_of([self.model])
@@ -153,19 +156,19 @@ class _OnLoad:
     """Hook that saves the running statistics after weights were loaded, since those saved before belong to other
     weights.
 
-    In a copy or pickle of the model, which includes the hook, it is not connected to the controller.
+    In a copy or pickle of the model, which includes the hook, a function of Python's own that does nothing replaces it.
     """
 
-    def __init__(self, attachment: AttachedModel | None = None) -> None:
-        self._attachment = None if attachment is None else weakref.ref(attachment)
+    def __init__(self, attachment: AttachedModel) -> None:
+        self._attachment = weakref.ref(attachment)
 
     def __call__(self, *_: object) -> None:
-        attachment = None if self._attachment is None else self._attachment()
+        attachment = self._attachment()
         if attachment is not None:
-            attachment.statistics.save()
+            attachment.statistics.collect()
 
-    def __reduce__(self) -> tuple[type[_OnLoad], tuple[()]]:
-        return _OnLoad, ()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
 
 
 class RunningStatistics:
@@ -173,7 +176,15 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._layers: list[_NormBase] = []
         self._saved: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self.collect()
+
+    def collect(self) -> None:
+        """Save the statistics of the layers that the model has now. Walking through a large model takes milliseconds,
+        too long for every step.
+        """
+        self._layers = [module for module in self._model.modules() if isinstance(module, _NormBase)]
         self.save()
 
     def save(self) -> None:
@@ -196,9 +207,9 @@ class RunningStatistics:
             torch._foreach_copy_(alike, [p.reshape(b.shape) for p, b in zip(parts, alike, strict=True)])
 
     def _alike(self) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-        # Collected at each call: model.to() and load_state_dict(assign=True) replace buffers, conversions whole layers.
+        # Collected at each call: model.to() and load_state_dict(assign=True) replace buffers.
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        layers = (m for m in self._model.modules() if isinstance(m, _NormBase) and m.track_running_stats)
+        layers = (layer for layer in self._layers if layer.track_running_stats)
         for buffer in (buffer for layer in layers for buffer in layer._buffers.values()):
             if buffer is not None:
                 alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)

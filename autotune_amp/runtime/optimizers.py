@@ -104,6 +104,16 @@ class KnownOptimizers:
         """Register an optimizer by a weak reference."""
         self._known[number] = weakref.ref(optimizer)
 
+    def may_hold_gradients(self) -> bool:
+        """Return whether any optimizer may hold gradients, which is unknown as long as none was stepped."""
+        known = [optimizer for reference in self._known.values() if (optimizer := reference()) is not None]
+        # FSDP, whose parameters are DTensors, keeps the gradients of a pass without an exchange elsewhere.
+        return not known or any(
+            parameter.grad is not None or hasattr(parameter, "to_local")
+            for optimizer in known
+            for parameter in parameters_of(optimizer)
+        )
+
     def note(self, verdicts: Mapping[int, float | Tensor]) -> None:
         """Count an update in which these optimizers were stepped, and log an error for one without gradients for many
         updates.

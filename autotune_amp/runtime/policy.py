@@ -98,7 +98,8 @@ class Action(NamedTuple):
     pin: keep `modules` in fp32 and stay in this rung.
     attention: use the attention backends `backends` no more, and stay in this rung.
     rescale: set the loss scale to `scale`.
-    not_precision: skip such steps, hold the scale from before the burst, and undo a tentative demotion.
+    not_precision: skip such steps, restore the scale from before the burst, which then only backs off, and undo a
+        tentative demotion.
     probe: run the current batch in `rung` at `scale` without stepping; answer with `Policy.probed`.
     promotion: go back up to `rung`.
     stop: end the run; `is_precision` tells whether precision was the cause.
@@ -368,6 +369,11 @@ class Policy(PolicyState):
     def _bad(self, signal: Signal) -> Action | None:
         self.num_skips += 1
         self.clean_run = 0
+        if self.phase == "BLAMED" and self.is_scaling and not signal.loss_nonfinite:
+            scale_before = self.scale.scale
+            self.scale.overflow()
+            if self.scale.scale < scale_before:  # a lower scale may be all that is needed
+                return None
         self.bad_run += 1
         if self.phase == "BLAMED":
             if self.bad_run != NUM_BLAMED_STEPS:

@@ -151,12 +151,18 @@ class UpdateWindow:
     """State of one accumulation window. `verdicts` are by the number of the optimizer."""
 
     num_passes: int = 0
+    has_run_backward: bool = False  # in this process
+    follows_dropped: bool = False  # running statistics include a batch whose gradients the loop dropped
     loss: float | Tensor = 0.0  # of the latest pass
     loss_probe: float | Tensor = 0.0  # 0 times every loss: NaN if one was not finite
     scale_was_read: bool = False  # after a backward pass
     verdicts: dict[int, int | Tensor] = field(default_factory=dict)
     is_joint: bool = False  # the optimizers step together or not at all
     lost_share: float | Tensor | None = None  # a number on the host holds for all ranks
+
+    def note_backward(self, _: Tensor) -> None:
+        """Note, as a hook of a scaled loss, that its backward pass has run."""
+        self.has_run_backward = True
 
     @property
     def is_late(self) -> bool:

@@ -11,7 +11,6 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from autotune_amp.core.errors import InvalidRequestError
@@ -127,9 +126,8 @@ class TrainStep:
         """Return a context in which DDP exchanges a window's gradients only in its last pass."""
         stack = ExitStack()
         if not is_last and self._executor.model is not None:
-            for module in self._executor.model.given.modules():
-                if isinstance(module, DistributedDataParallel):
-                    stack.enter_context(module.no_sync())
+            for module in self._executor.model.ddp_modules:
+                stack.enter_context(module.no_sync())
         return stack
 
     def _clip(self, optimizers: Sequence[Optimizer], max_norm: float) -> Tensor:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +139,25 @@ def test_two_optimizers_of_one_backward_pass_step_at_the_same_scale_as_one_would
                 optimizer.zero_grad()
         assert accelerator.controller.status().num_updates == 8
     assert same(together, apart)
+
+
+def test_signals_are_the_controllers_from_prepare_to_the_end_of_training() -> None:
+    heard: list[str] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("own"))
+    try:
+        run = Run(fp16(), controller_options={"on_signal": lambda: heard.append("saved")})
+        signal.raise_signal(signal.SIGTERM)
+        loader = run.prepared(inputs(2))
+        signal.raise_signal(signal.SIGTERM)
+        run.train(loader)
+        run.accelerator.free_memory()
+        signal.raise_signal(signal.SIGTERM)
+        run.prepared(inputs(2))
+        run.accelerator.end_training()
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == ["own", "saved", "own", "own"]
 
 
 @pytest.mark.slow

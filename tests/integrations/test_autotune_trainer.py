@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,6 +162,29 @@ def test_a_second_training_goes_on_with_the_pins_and_the_scale_of_the_first(tmp_
         status = run.controller.status()
         assert (status.num_updates, status.num_steps, status.scale) == (num_updates, num_updates, expected)
         assert (status.pinned_modules, status.history) == (("one",), ())
+
+
+def test_a_signal_is_heard_during_each_training_and_left_alone_outside(tmp_path: Path) -> None:
+    from trainer_samples import rows, trainer
+    from transformers import TrainerCallback
+
+    class Ending(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    heard: list[str] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("own"))
+    try:
+        options = {"on_signal": lambda: heard.append("saved")}
+        run = trainer(fp16(), tmp_path, rows(BATCH), max_steps=1, controller_options=options)
+        run.add_callback(Ending)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+            run.train()
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == ["own", "saved", "own", "saved", "own"]
 
 
 CONFIG = AmpConfig(precision="bf16", batch_size=BATCH, accumulation_steps=2, num_workers=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -209,3 +210,28 @@ def test_what_the_config_says_of_model_and_optimizer_is_set_up(tmp_path: Path) -
     assert are_finite(net)
     again = trainer(tmp_path, **trainer_arguments(config))
     again.fit(net, loader())  # is so already
+
+
+def test_a_run_that_ended_leaves_the_model_and_the_handling_of_signals_as_found(tmp_path: Path) -> None:
+    from lightning_samples import Validated, loader, trainer
+
+    from autotune_amp.integrations.lightning import AutotunePrecision
+
+    heard: list[str] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("own"))
+    try:
+        net = Validated()
+        plugin = AutotunePrecision(fp16(pinned_modules=("net.0",)), on_signal=lambda: heard.append("saved"))
+        run = trainer(tmp_path, plugins=[plugin])
+        for num_epochs, num_updates in ((1, 3), (2, 6)):
+            run.fit_loop.max_epochs = num_epochs
+            run.fit(net, loader(3), loader(1))
+            run.validate(net, loader(1), verbose=False)
+            assert [type(module) for module in net.net] == [nn.Linear, nn.ReLU, nn.Linear]
+            assert not net._load_state_dict_post_hooks
+            status = plugin.controller.status()
+            assert (status.num_updates, plugin.controller.config.pinned_modules) == (num_updates, ("net.0",))
+            signal.raise_signal(signal.SIGTERM)
+        assert heard == ["own", "own"]
+    finally:
+        signal.signal(signal.SIGTERM, before)

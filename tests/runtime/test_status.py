@@ -341,6 +341,19 @@ def test_validation_runs_in_the_precision_that_is_asked_for_and_leaves_all_as_it
     assert training.run(*CLEAN).controller.status().precision == "fp16"
 
 
+def test_a_move_asked_for_in_a_validation_is_made_whole_after_it() -> None:
+    model = nn.Linear(2, 2)
+    controller = PrecisionController(fp16(fallback=["bf16"]), device="cpu")
+    controller.attach(model)
+    with controller.validation("fp32"):
+        controller.set_precision("bf16")
+        assert model(torch.ones(2)).dtype == torch.float32
+    with controller.autocast():
+        assert model(torch.ones(2)).dtype == torch.bfloat16
+    status = controller.status()
+    assert (status.precision, status.scale) == ("bf16", None)
+
+
 # -- the log of the process --------------------------------------------------------------------------------------------
 
 

@@ -266,6 +266,21 @@ def test_a_closure_that_fails_or_does_not_show_what_does_keeps_no_run_from_movin
     assert (status.precision, status.num_steps, status.num_skips) == ("bf16", 20 - num_skips, num_skips)
 
 
+class OnlyInHalf(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        if inputs.dtype == torch.float32:
+            raise TypeError("no kernel for fp32")
+        return inputs
+
+
+def test_a_run_is_not_moved_to_a_precision_in_which_its_model_raises() -> None:
+    steered = controller(AmpConfig(precision="bf16", batch_size=4, fallback=["fp32"]))
+    loop = Loop(nn.Sequential(nn.Linear(8, 8), OnlyInHalf(), nn.Linear(8, 1)), steered).run(batches(4))
+    with pytest.raises(NoRungFitsError, match="no kernel"):
+        loop.run([NAN, NAN])
+    assert steered.status().precision == "bf16"
+
+
 def test_what_the_model_cannot_run_in_is_refused_by_hand_too() -> None:
     model = nn.Sequential(nn.Linear(8, 8).to(torch.bfloat16).requires_grad_(False), nn.Linear(8, 1))
     controller = PrecisionController(fp16(), device="cpu")
@@ -290,6 +305,16 @@ def test_an_attached_model_can_be_copied_and_pickled_and_attached_anew() -> None
     assert model[0](torch.zeros(2, 8)).dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.float16):
         assert model[0](torch.zeros(2, 8)).dtype == torch.float16
+
+
+def test_a_model_saved_while_it_is_attached_is_loaded_without_this_package() -> None:
+    model = small()
+    steered = controller()
+    steered.attach(model)
+    assert b"autotune_amp" not in pickle.dumps(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    loaded.load_state_dict(model.state_dict())  # runs what was a hook of the controller
+    assert same(loaded, model)
 
 
 def _saved_and_loaded(model: nn.Module) -> Any:
@@ -321,3 +346,27 @@ def test_a_detached_controller_leaves_flags_as_found_and_never_runs_the_closure_
     controller.enable()
     train(400)
     assert len(reruns) == 1
+
+
+def test_a_model_detached_while_its_diagnosis_waits_is_trained_on() -> None:
+    model = small()
+    steered = controller()
+    loop = Loop(model, steered)
+    for _ in range(2):
+        with steered.autocast():
+            loop.step(NAN)
+    steered.detach()
+    loop.run(batches(5))
+    assert (steered.status().num_steps, steered.status().history) == (5, ())
+
+
+def test_pins_that_a_diagnosis_found_outlast_a_detached_model() -> None:
+    model = FeedForward()
+    steered = controller()
+    Loop(model, steered).run(batches(4))
+    assert steered.status().pinned_modules == ("wo",)
+    steered.detach()
+    assert type(model.wo) is nn.Linear
+    assert steered.config.pinned_modules == tuple(steered.state_dict()["autotune_amp"]["pinned"]) == ("wo",)
+    steered.attach(model)
+    assert steered.status().pinned_modules == ("wo",)

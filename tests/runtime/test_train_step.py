@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -326,6 +327,18 @@ def test_two_calls_for_one_pass_of_a_window_are_refused() -> None:
         controller.train_step(lambda: discriminator(torch.ones(2, 8)).mean(), other)
 
 
+def test_a_step_walks_through_no_module_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    controller = steered(fp16(accumulation_steps=2))
+    walks = Mock(return_value=iter(()))
+    for number, ((inputs, targets), _) in enumerate(controller.windows(batches(6))):
+        if number == 2:
+            monkeypatch.setattr(nn.Module, "named_modules", walks)
+        controller.train_step(lambda: mse_loss(model(inputs), targets), optimizer)
+    walks.assert_not_called()
+
+
 def test_lbfgs_is_refused_before_anything_runs() -> None:
     model = nn.Linear(8, 1)
     with pytest.raises(InvalidRequestError, match="LBFGS"):
@@ -359,7 +372,11 @@ def test_what_the_user_attaches_is_used_as_given_and_takes_the_place_of_what_was
     def mine() -> Tensor:
         return loss()
 
+    found = controller._executor.model
+    assert found is not None
+    found.pin(("0",))  # as a diagnosis does
     controller.attach(model, mine)
+    assert controller.status().pinned_modules == ("0",)
     controller.train_step(loss, optimizer)
     attached = controller._executor.model
     assert attached is not None
