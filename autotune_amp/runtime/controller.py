@@ -332,7 +332,8 @@ class PrecisionController(torch.amp.GradScaler):
         is_unread = window.num_passes > 0 and not (window.verdicts or window.scale_was_read)
         if is_unread and not self._executor.optimizers.may_hold_gradients():
             if window.has_run_backward:  # else its backward pass may follow those of more losses
-                self._check.window = window = UpdateWindow(follows_dropped=True)
+                dropped = window.dropped_probe + window.loss_probe
+                self._check.window = window = UpdateWindow(dropped_probe=dropped)
             self._watches_backward = True
         if model is not None and window.num_passes == 0:
             model.begin_window()
@@ -345,7 +346,7 @@ class PrecisionController(torch.amp.GradScaler):
         if window.is_late:
             self._metrics.end_window()
             skipped = self._scaler.send(window, self._ranks)
-            self._executor.end_window(True if window.follows_dropped else skipped)
+            self._executor.end_window(skipped + window.follows_bad_batch())
             # Hysteresis is counted on the host only, so the host must not lag behind.
             self._read_verdicts(0 if self._rule.hysteresis > 1 else LAG_UPDATES)
         else:
@@ -355,7 +356,7 @@ class PrecisionController(torch.amp.GradScaler):
             result = window.result(self._ranks)
             if result.verdicts:
                 self._metrics.end_window()
-                self._executor.end_window(window.follows_dropped or result.worst > CLEAN)
+                self._executor.end_window(result.worst > CLEAN or window.follows_bad_batch())
                 self._executor.end_update(result)
                 self._scaler.write()
         self._is_in_window = False

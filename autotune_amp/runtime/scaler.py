@@ -152,9 +152,9 @@ class UpdateWindow:
 
     num_passes: int = 0
     has_run_backward: bool = False  # in this process
-    follows_dropped: bool = False  # running statistics include a batch whose gradients the loop dropped
     loss: float | Tensor = 0.0  # of the latest pass
     loss_probe: float | Tensor = 0.0  # 0 times every loss: NaN if one was not finite
+    dropped_probe: float | Tensor = 0.0  # of batches before whose gradients the loop dropped
     scale_was_read: bool = False  # after a backward pass
     verdicts: dict[int, int | Tensor] = field(default_factory=dict)
     is_joint: bool = False  # the optimizers step together or not at all
@@ -163,6 +163,11 @@ class UpdateWindow:
     def note_backward(self, _: Tensor) -> None:
         """Note, as a hook of a scaled loss, that its backward pass has run."""
         self.has_run_backward = True
+
+    def follows_bad_batch(self) -> bool | Tensor:
+        """Whether a loss of a batch before, whose gradients the loop dropped, was not finite: nonzero on the device."""
+        probe = self.dropped_probe
+        return probe.isnan().float() if isinstance(probe, Tensor) else math.isnan(probe)
 
     @property
     def is_late(self) -> bool:

@@ -235,6 +235,26 @@ def test_a_dropped_window_leaves_no_trace() -> None:
     assert (status.num_updates, status.num_skips) == (2, 0)
 
 
+def test_a_gradient_penalty_that_scales_a_loss_twice_keeps_the_running_statistics() -> None:
+    """Its first backward pass leaves no gradients in parameters, like a batch that the loop drops."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    controller = PrecisionController(fp16(), device="cpu")
+    controller.attach(net)
+    for inputs, targets in batches(5):
+        optimizer.zero_grad()
+        scale = controller.get_scale()
+        with controller.autocast():
+            loss = nn.functional.mse_loss(net(inputs), targets)
+        gradients = torch.autograd.grad(controller.scale(loss), list(net.parameters()), create_graph=True)
+        penalty = sum((gradient / scale).square().sum() for gradient in gradients)
+        controller.scale(loss + penalty).backward()
+        controller.step(optimizer)
+        controller.update()
+    assert net[1].num_batches_tracked == controller.status().num_steps > 0
+
+
 @pytest.mark.parametrize("own_autocast", [None, torch.float16])
 def test_bad_batches_whose_gradients_the_loop_drops_itself_cost_one_other_step(
     own_autocast: torch.dtype | None,
@@ -262,8 +282,8 @@ def test_losses_that_are_scaled_before_a_single_backward_pass_share_a_window() -
         optimizer.zero_grad()
         with controller.autocast():
             losses = [nn.functional.mse_loss(net(inputs), targets) for _ in range(2)]
-        sum(controller.scale(loss) for loss in losses).backward()  # type: ignore[union-attr] # no int
+        torch.stack([controller.scale(loss) for loss in losses]).sum().backward()  # type: ignore[no-untyped-call] # torch's
         controller.step(optimizer)
         controller.update()
     assert controller.status().num_steps == 4
-    assert int(net[1].num_batches_tracked) == 8
+    assert net[1].num_batches_tracked == 8
