@@ -252,7 +252,7 @@ def test_a_gradient_penalty_that_scales_a_loss_twice_keeps_the_running_statistic
         controller.scale(loss + penalty).backward()
         controller.step(optimizer)
         controller.update()
-    assert net[1].num_batches_tracked == controller.status().num_steps > 0
+    assert net.state_dict()["1.num_batches_tracked"] == controller.status().num_steps > 0
 
 
 @pytest.mark.parametrize("own_autocast", [None, torch.float16])
@@ -282,8 +282,8 @@ def test_losses_that_are_scaled_before_a_single_backward_pass_share_a_window() -
         optimizer.zero_grad()
         with controller.autocast():
             losses = [nn.functional.mse_loss(net(inputs), targets) for _ in range(2)]
-        torch.stack([controller.scale(loss) for loss in losses]).sum().backward()  # type: ignore[no-untyped-call] # torch's
+        sum(controller.scale(loss) for loss in losses).backward()
         controller.step(optimizer)
         controller.update()
     assert controller.status().num_steps == 4
-    assert net[1].num_batches_tracked == 8
+    assert net.state_dict()["1.num_batches_tracked"] == 8

@@ -20,11 +20,13 @@ from autotune_amp.precision.torch_state import autocast
 
 # Left out, with the reason; GradScaler's own state_dict and load_state_dict are there.
 NOT_IN_A_STEP = {
+    "close": "ends the reports and the handling of SIGTERM of a run, which a trial is not",
     "detach": "lets go of a model that is no longer trained",
     "disable": "the precision is what is tried",
     "discard_window": "for a framework that leaves a window early, which a trial never does",
     "enable": "as disable",
     "load": "makes a controller, before the loop",
+    "open": "as close",
     "save_stats": "writes a file about a run, which a trial is not",
     "set_precision": "the precision is what is tried",
     "windows": "goes around the steps: a trial gives train_step its batches one by one",
