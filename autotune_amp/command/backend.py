@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -587,9 +588,13 @@ class CommandBackend(WorkloadBackend):
             "fields": msgspec.to_builtins(job),
             "num_warmup_steps": 1 if trial is None else NUM_WARMUP_STEPS,
         }
+        trace_file = getattr(job, "trace_file", None)  # written by the agent into its folder
         completed = self._command.run(
             RunRequest.of(
-                setting if trial is None else trial.candidate, environment=self._environment, diagnosis=diagnosis
+                setting if trial is None else trial.candidate,
+                environment=self._environment,
+                output=None if trace_file is None else Path(trace_file).with_suffix(""),
+                diagnosis=diagnosis,
             ),
             job.deadlines,
             lambda events: events.first(Diagnosed) is not None,
