@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -316,6 +317,15 @@ def test_no_process_of_ours_imports_torchao_before_fp8_is_tried(
         assert isinstance(opened.run(), Measurement), "by whose end all before it was heard"
         assert opened.listener.words("weight")
         assert opened.listener.words("torchao") == []
+
+
+@needs_fork
+def test_nothing_is_forked_where_the_kernel_opens_no_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, flags: int = 0) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert not can_fork()
 
 
 class Scripted:
