@@ -328,6 +328,22 @@ def test_nothing_is_forked_where_the_kernel_opens_no_pidfds(monkeypatch: pytest.
     assert not can_fork()
 
 
+OPENS_FILES = """
+import resource
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most if most == resource.RLIM_INFINITY else min(most, 4096), most))
+opened = [open("/dev/null") for _ in range(1100)]
+"""
+
+
+@needs_fork
+def test_a_workload_may_keep_more_than_a_thousand_files_open(tmp_path: Path) -> None:
+    opened = Opened(tmp_path, "forked", text=OPENS_FILES + WORKLOAD)
+    with opened.backend:
+        assert opened.why_not_forked is None
+        assert isinstance(opened.run(), Measurement)
+
+
 class Scripted:
     """A process that gives one answer after the other, and notes what it was sent."""
 
