@@ -161,6 +161,7 @@ def apply(
     """
     training = training_command(context, "apply")
     from rich.console import Console
+    from rich.text import Text
 
     from autotune_amp.command.editing.apply import apply as apply_recommendation
     from autotune_amp.core.command_template import CommandTemplate
@@ -171,7 +172,11 @@ def apply(
     recommendation = Recommendation.load(path)
     with Console(stderr=True).status("") as status:
         edits = apply_recommendation(
-            recommendation, CommandTemplate.of(training), study=path.parent, write=write, phase=status.update
+            recommendation,
+            CommandTemplate.of(training),
+            study=path.parent,
+            write=write,
+            phase=lambda text: status.update(Text(text)),  # which may name files with square brackets
         )
     write_output(json_document(edits) if as_json else edits.diff.encode())
     with ignore_closed_reader(sys.stdout):

@@ -25,6 +25,7 @@ from autotune_amp.core.text import (
     module_names,
     number,
     one_line,
+    percent,
     rate,
     size,
     times,
@@ -323,7 +324,7 @@ def tokens_line(evidence: Evidence) -> str | None:
     if evidence.tokens_per_second_interval is not None:
         text += f" ({new_run_line(evidence.tokens_per_second_interval)})"
     share = evidence.padded_share
-    return f"{text}, without padding, which is {_percent(share)} of all positions" if share else text
+    return f"{text}, without padding, which is {_share(share)} of all positions" if share else text
 
 
 def step_line(evidence: Evidence) -> str:
@@ -431,10 +432,10 @@ def utilization_line(utilization: Utilization) -> str:
     parts = []
     if utilization.mfu is not None and machine is not None:
         rates = f"{flops(attained)} of {flops(machine)}"
-        parts.append(f"{100 * utilization.mfu:.2g} % of this machine's own rate in {precision} ({rates})")
+        parts.append(f"{percent(utilization.mfu)} of this machine's own rate in {precision} ({rates})")
     if utilization.data_sheet_mfu is not None and utilization.data_sheet_flops_per_second is not None:
         rate_of_sheet = flops(utilization.data_sheet_flops_per_second)
-        parts.append(f"{100 * utilization.data_sheet_mfu:.2g} % of the data sheet's {rate_of_sheet}")
+        parts.append(f"{percent(utilization.data_sheet_mfu)} of the data sheet's {rate_of_sheet}")
     why = utilization.problem or f"the machine's own rate in {precision} was not measured"
     return ", ".join(parts) or f"{flops(attained)}; {one_line(why)}"
 
@@ -508,15 +509,15 @@ def loss_scale_line(scale: LossScale, evidence: LossScaleEvidence | None) -> str
         return text
     text += (
         f"; over {evidence.num_steps:,} steps {count(evidence.num_skips, 'skip')} predicted, "
-        f"{_percent(evidence.applied_share)} of the gradient applied "
-        f"(GradScaler's defaults: {evidence.default_num_skips}, {_percent(evidence.default_applied_share)})"
+        f"{_share(evidence.applied_share)} of the gradient applied "
+        f"(GradScaler's defaults: {evidence.default_num_skips}, {_share(evidence.default_applied_share)})"
     )
     if evidence.num_confirming_steps:
         text += (
             f"; in {evidence.num_confirming_steps:,} measured steps {count(evidence.num_skips_seen, 'skip')} seen, "
             f"{evidence.num_skips_foretold} predicted"
         )
-    return f"{text}; {_percent(evidence.flushed_share)} of the gradient's entries flushed"
+    return f"{text}; {_share(evidence.flushed_share)} of the gradient's entries flushed"
 
 
 def _fidelity_numbers(fidelity: Fidelity) -> list[str]:
@@ -524,7 +525,7 @@ def _fidelity_numbers(fidelity: Fidelity) -> list[str]:
     if fidelity.noise_ratio is not None:
         parts.append(f"noise ratio {small(fidelity.noise_ratio)}")
     if fidelity.flushed_share is not None:
-        parts.append(f"{_percent(fidelity.flushed_share)} flushed")
+        parts.append(f"{_share(fidelity.flushed_share)} flushed")
     if fidelity.forward_max:  # 0 if no output is in half precision
         limit = (
             f" of {fidelity.format_max:.5g}" if fidelity.precision == "fp16" and fidelity.format_max is not None else ""
@@ -533,7 +534,7 @@ def _fidelity_numbers(fidelity: Fidelity) -> list[str]:
     if fidelity.training_gap is not None:
         parts.append(f"training gap {small(fidelity.training_gap)} over {count(fidelity.num_paired_steps, 'step')}")
     if fidelity.low_weights is not None:
-        parts.append(f"{_percent(fidelity.low_weights.lost_share)} of the updates round away")
+        parts.append(f"{_share(fidelity.low_weights.lost_share)} of the updates round away")
     return parts
 
 
@@ -542,7 +543,7 @@ def small(value: float) -> str:
     return f"{value:.2g}" if math.isfinite(value) else "not finite"
 
 
-def _percent(share: float) -> str:
+def _share(share: float) -> str:
     if share in (0.0, 1.0):
         return f"{100 * share:.0f} %"
     # 99.997 % must not read as 100 %, nor 0.003 % as 0 %.

@@ -136,6 +136,11 @@ def times(ratio: float) -> str:
     return f"{ratio:.2f}x"
 
 
+def percent(share: float) -> str:
+    """Format a share with two significant digits, and no decimals from 99.5 % on: ``0.12 %``, ``41 %``, ``103 %``."""
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+
+
 def count(num: int, noun: str, plural: str = "") -> str:
     """Format a count with its noun: ``1 trial``, ``3 trials``."""
     return f"{num} {noun if num == 1 else plural or noun + 's'}"

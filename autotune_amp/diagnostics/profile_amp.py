@@ -48,7 +48,7 @@ from autotune_amp.core.outcome import Description, Failure, FailureKind, Measure
 from autotune_amp.core.precisions import Precision, product_precision
 from autotune_amp.core.recommendation import Exclusion, NothingWorksError
 from autotune_amp.core.setting import Setting
-from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, size, times
+from autotune_amp.core.text import count, duration, flops, number, one_line, outcome_name, percent, size, times
 from autotune_amp.hardware import identify, machine_load
 from autotune_amp.hardware.data_sheets import data_sheet_flops_per_second
 from autotune_amp.hardware.machine_load import LoadMeter
@@ -70,7 +70,7 @@ from autotune_amp.trial.step_profile.breakdown import (
     break_down,
     next_step_line,
     next_steps,
-    percent,
+    share_of_step,
 )
 
 Verdict: TypeAlias = Literal["excellent", "significant", "modest", "negligible", "slower"]
@@ -258,19 +258,19 @@ def _rate_text(gap: StepBreakdown, attained: float, data_sheet: float | None) ->
     `data_sheet` is the GPU's rate by its data sheet in FLOP/s, None if unknown.
     """
     of_sheet = (
-        "" if data_sheet is None else f"; {100 * attained / data_sheet:.2g} % of the data sheet's {flops(data_sheet)}"
+        "" if data_sheet is None else f"; {percent(attained / data_sheet)} of the data sheet's {flops(data_sheet)}"
     )
     if gap.machine_flops_per_second is None:
         return f"{flops(attained)} by a step; the machine's own rate could not be measured{of_sheet}"
-    share = 100 * attained / gap.machine_flops_per_second
+    share = attained / gap.machine_flops_per_second
     by_machine = f"{flops(gap.machine_flops_per_second)} by the machine, {flops(attained)} by a step"
-    return f"{by_machine}, {share:.2g} % (MFU){of_sheet}"
+    return f"{by_machine}, {percent(share)} (MFU){of_sheet}"
 
 
 def _parts_text(gap: StepBreakdown) -> str:
     """Return the parts of a step that take at least 1 %, the largest first."""
     return ", ".join(
-        f"{percent(part)} {PART_NAMES[part.name]}" + (f" ({', '.join(part.largest)})" if part.largest else "")
+        f"{share_of_step(part)} {PART_NAMES[part.name]}" + (f" ({', '.join(part.largest)})" if part.largest else "")
         for part in sorted(gap.parts, key=lambda part: -part.seconds)
         if part.share >= 0.01
     )

@@ -1,6 +1,7 @@
 """CPUs and memory of this machine, and the limits set by a container or job. No torch.
 
-Source of the limits: Linux's admin-guide/cgroup-v2 (memory.max, memory.current, cpu.max).
+Source of the limits: Linux's admin-guide/cgroup-v2 (memory.max, memory.current, cpu.max), admin-guide/cgroup-v1/memory
+and scheduler/sched-bwc (cpu.cfs_quota_us).
 """
 
 from __future__ import annotations
@@ -74,6 +75,13 @@ def load_notes() -> tuple[str, ...]:
     return (f"The machine is busy with other work: load average {load:.1f} on {num_cores} CPUs; rates may be too low.",)
 
 
+# Files with a cgroup's limit and usage, and the line of memory.stat with its page cache: in version 2, in version 1.
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
 class ContainerMemory(NamedTuple):
     """Memory in bytes: the lowest limit of this process's cgroups, and the least memory that any leaves free."""
 
@@ -88,33 +96,42 @@ def container_memory(root: Path = Path("/")) -> ContainerMemory | None:
     top folder exists: folders that do not exist are skipped.
     """
     levels = []
-    for folder in _cgroup_folders(root):
-        limit, usage = _read_text(folder / "memory.max").strip(), _read_text(folder / "memory.current").strip()
-        if limit.isdigit() and usage.isdigit():  # otherwise "max", or the folder does not exist
-            stat = dict(line.split(None, 1) for line in _read_text(folder / "memory.stat").splitlines())
-            # Usage includes the page cache, which can be freed: after reading a large dataset all would seem used.
-            used = int(usage) - int(stat.get("inactive_file", 0))
-            levels.append(ContainerMemory(int(limit), min(int(limit), max(0, int(limit) - used))))
+    for folder in _cgroup_folders(root, "memory"):
+        for limit_file, usage_file, cache_line in _MEMORY_FILES:
+            limit, usage = _read_text(folder / limit_file).strip(), _read_text(folder / usage_file).strip()
+            # Without a limit there is "max" or, in version 1, a number beyond any memory; or the folder does not exist.
+            if limit.isdigit() and usage.isdigit() and int(limit) < total_memory_bytes():
+                stat = dict(line.split(None, 1) for line in _read_text(folder / "memory.stat").splitlines())
+                # Usage includes the page cache, which can be freed: after reading a large dataset all would seem used.
+                used = int(usage) - int(stat.get(cache_line, 0))
+                levels.append(ContainerMemory(int(limit), min(int(limit), max(0, int(limit) - used))))
     return ContainerMemory(*map(min, zip(*levels, strict=True))) if levels else None
 
 
 def container_cpus(root: Path = Path("/")) -> float | None:
     """Return the CPU time, in CPUs, that this process's cgroups allow (2.0 with ``--cpus 2``), None without a limit."""
     quotas = []
-    for folder in _cgroup_folders(root):
-        quota, _, period = _read_text(folder / "cpu.max").strip().partition(" ")
-        if quota.isdigit() and period.isdigit():  # else "max"
+    for folder in _cgroup_folders(root, "cpu"):
+        version_1 = " ".join(_read_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+        quota, _, period = (_read_text(folder / "cpu.max").strip() or version_1).partition(" ")
+        if quota.isdigit() and period.isdigit():  # else "max" or "-1"
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
 
-def _cgroup_folders(root: Path) -> Iterator[Path]:
-    """Yield the cgroup folders whose limits apply to this process: its own and its ancestors'."""
+def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the cgroup folders whose limits apply to this process: its own and its ancestors'.
+
+    In version 1 each controller, or several joined such as "cpu,cpuacct", has a hierarchy of its own.
+    """
     base = root / "sys/fs/cgroup"
     for line in _read_text(root / "proc/self/cgroup").splitlines():
-        if line.startswith("0::"):
-            own = base / line.removeprefix("0::").lstrip("/")
-            yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(base))
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        for top in [base / controllers, base / controller] if controllers else [base]:
+            own = top / path.lstrip("/")
+            yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(top))
 
 
 def _read_text(path: Path) -> str:

@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from autotune_amp.core.outcome import Accumulation, AccumulationVerdict
+from autotune_amp.core.text import percent
 from autotune_amp.numerics.comparison import parameters_with_signal
 from autotune_amp.numerics.draws import without_dropout
 from autotune_amp.numerics.paired_runs import REROUNDING, perturb
@@ -371,7 +372,7 @@ def _report(products: GradientProducts, result: WeightSearchResult, passes: Pass
         share = result.share or "the number that the loss divides by"
         reason = (
             f"The {parts} add up to {whole_gradient} when each counts by its share of {share}, here {weights} "
-            f"({accuracy}); their plain mean is off by {100 * mean_error:.2g} %"
+            f"({accuracy}); their plain mean is off by {percent(mean_error)}"
         )
         next_step = (
             f"Multiply each micro-batch's loss by its share of the step's {share} in place of 1/accumulation_steps, as "
@@ -380,8 +381,8 @@ def _report(products: GradientProducts, result: WeightSearchResult, passes: Pass
     elif result.verdict == "inexact":
         cause, next_step = _cause_and_advice(passes)
         reason = (
-            f"No weighting of the {parts} gives {whole_gradient}: the best is off by {100 * error:.2g} %, and rounding "
-            f"explains {100 * products.tolerance(result.weights):.1g} %; {cause}"
+            f"No weighting of the {parts} gives {whole_gradient}: the best is off by {percent(error)}, and rounding "
+            f"explains {percent(products.tolerance(result.weights))}; {cause}"
         )
     else:
         reason = f"The {result.verdict} of the {parts} is {whole_gradient} ({accuracy})"

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from autotune_amp.core.outcome import GradientDamage, Verdict
+from autotune_amp.core.text import percent
 
 NOISY = 0.25  # rounding noise over the noise between batches; has the effect of a batch 6 % smaller
 # Error common to all batches, over the length of the gradient. If the lower end of its interval is above
@@ -132,7 +133,7 @@ def bias_reason(findings: Findings) -> str | None:
     """
     least = 0.0 if findings.common_error_interval is None else findings.common_error_interval[0]
     if findings.common_error is not None and least > MAX_COMMON_ERROR:
-        return f"an error of {_percent(findings.common_error)} of the gradient is the same in every batch"
+        return f"an error of {percent(findings.common_error)} of the gradient is the same in every batch"
     shortest = findings.shortest
     if shortest is not None and shortest.norm_ratio < 1 / MAX_NORM_RATIO:
         return f"the gradient of {shortest.name} is {shortest.norm_ratio:.2g} times as long as fp32's"
@@ -147,7 +148,7 @@ def reason_to_train_longer(findings: Findings) -> str | None:
         findings.most_common
     )  # one parameter in hundreds exceeds its limit by chance, so this is no verdict by itself
     if parameter is not None and least_common_error(parameter) > MAX_PARAMETER_COMMON_ERROR:
-        share = _percent(parameter.common_error or 0.0)
+        share = percent(parameter.common_error or 0.0)
         return f"an error of {share} of the gradient of {parameter.name} may be the same in every batch"
     if findings.norm_ratio is not None and not 1 / MAX_NORM_RATIO <= findings.norm_ratio <= MAX_NORM_RATIO:
         return f"its gradient is {findings.norm_ratio:.2g} times as long as fp32's"
@@ -155,7 +156,7 @@ def reason_to_train_longer(findings: Findings) -> str | None:
     if findings.noise_ratio is not None and findings.noise_ratio >= NOISY and most > NOISY_COMMON_ERROR:
         return f"its rounding error is {findings.noise_ratio:.2g} times the noise between batches"
     if QUIET_COMMON_ERROR < most < math.inf and findings.noise_ratio is not None and findings.noise_ratio < NOISY:
-        return f"an error of up to {_percent(most)} of the gradient may be the same in every batch"
+        return f"an error of up to {percent(most)} of the gradient may be the same in every batch"
     gap, scatter = findings.training_gap, findings.training_noise_gap
     if gap is not None and scatter is not None and gap >= FAITHFUL_GAP and scatter >= SUSPICIOUS_SCATTER:
         times = f"{gap:.2g} times as far as if the first weights are rounded once"
@@ -194,7 +195,7 @@ def grade(findings: Findings) -> Grade:
     if noise is None or noise < NOISY:
         return Grade("faithful", "its rounding noise is small compared with the noise between batches" + caveats)
     share = noise**2 / (1 + noise**2)  # added variance, as if this share of the samples was missing
-    reason = f"its rounding adds as much noise as a batch {_percent(share)} smaller"
+    reason = f"its rounding adds as much noise as a batch {percent(share)} smaller"
     return Grade("faithful", f"{reason}, and no harm beyond that{caveats}")
 
 
@@ -253,10 +254,6 @@ def _training_grades(findings: Findings) -> Iterator[Grade]:
         return
     if findings.divergence is not None and findings.divergence.is_apart:
         distance, spread, _, fall, num_steps = findings.divergence
-        share = f", {_percent(distance / fall)} of its fall" if fall else ""
+        share = f", {percent(distance / fall)} of its fall" if fall else ""
         compared = f", while fp32 runs differ by {spread:.2g} among themselves"
         yield Grade("unfaithful", f"in {num_steps} steps its loss is {distance:.2g} from fp32's{share}{compared}")
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"

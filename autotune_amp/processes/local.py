@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -192,8 +193,15 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def can_fork() -> bool:
-    """Whether trials can be forked: only on Linux, which has pidfd and the parent-death signal."""
-    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+    """Whether trials can be forked: only on Linux, which has the parent-death signal, and where pidfds can be opened.
+
+    A kernel before 5.3 has no pidfds, and a container's seccomp profile may forbid them.
+    """
+    if sys.platform == "linux" and hasattr(os, "pidfd_open"):
+        with contextlib.suppress(OSError):
+            os.close(os.pidfd_open(os.getpid()))
+            return True
+    return False
 
 
 class OpenResult(NamedTuple):

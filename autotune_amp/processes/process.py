@@ -44,6 +44,7 @@ _NO_DEADLINES = Deadlines()
 _DECODER: msgspec.json.Decoder[JobEvent] = msgspec.json.Decoder(JobEvent)
 TICK_SECONDS = 0.1
 ENDED = "it was ended: its result is not needed any more"
+MAX_OUTPUT_CHUNKS = 256  # of up to 64 KiB that wait to be printed; a process that prints more has to wait
 _OUTPUT_TAIL_CHARACTERS = 4000
 _EXIT_SECONDS = 10.0  # time for a forked child to exit after its answer
 MAX_PAUSE_SECONDS = 10.0  # longest pause of a standby process without a step, if steps have no deadline
@@ -102,7 +103,8 @@ class Process:
     def __init__(self, mode: str, environment: dict[str, str], watcher: Watcher) -> None:
         self.watcher = watcher  # receives its events from now on
         self._events: queue.Queue[JobEvent] = queue.Queue()
-        self._output_chunks: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._output_chunks: queue.Queue[str] = queue.Queue(MAX_OUTPUT_CHUNKS)
+        self._is_ending = False
         self._tail: deque[str] = deque(maxlen=64)
         self._num_oom_kills = 0
         arguments, pipe = [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode], subprocess.PIPE
@@ -230,7 +232,7 @@ class Process:
 
     def _next_event(self) -> JobEvent | None:
         """Return the next event, None if none came within a tick."""
-        self._drain_output()
+        self._drain_output(TICK_SECONDS)
         heed()
         self.watcher.tick()
         try:
@@ -238,10 +240,13 @@ class Process:
         except queue.Empty:
             return None
 
-    def _drain_output(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self.watcher.output(self._output_chunks.get_nowait())
+    def _drain_output(self, seconds: float = KILL_SECONDS) -> None:
+        """Pass the printed text that waits to the watcher. After `seconds`, leave the rest of it for the next call."""
+        until = time.monotonic() + seconds
+        for _ in range(self._output_chunks.qsize()):
+            self.watcher.output(self._output_chunks.get_nowait())
+            if time.monotonic() > until:
+                return
 
     def _kill_child(self) -> None:
         """Have the template kill its child; kill the template itself if it does not answer."""
@@ -275,6 +280,7 @@ class Process:
         self.watcher.ending()
         terminate_programs(self._program.processes)
         self._program.close()
+        self._is_ending = True
         for thread in self._threads:
             thread.join(KILL_SECONDS)
         self._drain_output()
@@ -291,11 +297,17 @@ class Process:
         self._events.put(EndOfEvents())
 
     def _read_output(self) -> None:
+        """Queue the printed text. While the queue is full, wait, or drop the text once the process has been ended."""
         assert self._popen.stderr is not None
         while chunk := os.read(self._popen.stderr.fileno(), 1 << 16):
             text = chunk.decode(errors="replace")
             self._tail.append(text)
-            self._output_chunks.put(text)
+            is_waiting = True
+            while is_waiting:
+                is_waiting = not self._is_ending
+                with contextlib.suppress(queue.Full):
+                    self._output_chunks.put(text, block=is_waiting, timeout=TICK_SECONDS)
+                    break
 
 
 def _failure_from_evidence(evidence: RunEvidence) -> Failure:

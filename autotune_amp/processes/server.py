@@ -353,8 +353,10 @@ def _wait_for_child(channel: ParentChannel, pid: int, user_pids: set[int]) -> in
 
     pidfd = os.pidfd_open(pid)
     is_parent_there = True
-    ready, _, _ = select.select([pidfd, channel.input.fileno()], [], [])
-    if pidfd not in ready:  # the only command now is to kill it
+    poller = select.poll()  # `select.select` refuses descriptors from 1024 on
+    for descriptor in (pidfd, channel.input.fileno()):
+        poller.register(descriptor, select.POLLIN)
+    if pidfd not in dict(poller.poll()):  # the only command now is to kill it
         is_parent_there = channel.read() is not None
         terminate_programs(of_the_trial)
         locks = build_locks_of(of_the_trial())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
@@ -14,9 +15,10 @@ from typing import Any, Generic, Protocol, TypeVar
 from autotune_amp.core.errors import ClusterLostError
 from autotune_amp.interruption import heed
 from autotune_amp.processes.local import Ability, Handle, OpenResult, Slot, SlotLostError, WorkloadBackend
-from autotune_amp.processes.process import TICK_SECONDS, Watcher
+from autotune_amp.processes.process import MAX_OUTPUT_CHUNKS, TICK_SECONDS, Watcher
 
 T = TypeVar("T")
+_POLL_SECONDS = 0.01  # between two looks whether the main thread has taken printed text
 
 
 class SlotBackend(Protocol):
@@ -54,6 +56,8 @@ class _ThreadWatcher(Watcher):
         self._calls.put(partial(self._watcher.step, num_steps, step_seconds))
 
     def output(self, text: str) -> None:
+        while self._calls.qsize() >= MAX_OUTPUT_CHUNKS and not self._is_closed.wait(_POLL_SECONDS):
+            pass  # until the main thread has printed some of it
         self._calls.put(partial(self._watcher.output, text))
 
     def ending(self) -> None:
@@ -203,18 +207,23 @@ class Slots(Generic[S]):
         return future
 
     def _handle_calls(self) -> None:
-        """Run the calls that the threads have queued, waiting for one tick at most."""
-        self._run_calls(TICK_SECONDS)
+        """Run the calls that the threads have queued, for about a tick, after waiting for one tick at most."""
+        self._run_calls(TICK_SECONDS, TICK_SECONDS)
         heed()
         self._tick()
 
-    def _run_calls(self, seconds: float) -> None:
-        try:
-            self._calls.get(timeout=seconds)()
-            while True:
+    def _run_calls(self, wait_seconds: float, run_seconds: float = math.inf) -> None:
+        """Run the calls that the threads have queued by now, after waiting at most `wait_seconds` for the first one.
+
+        After `run_seconds` the rest of them is left for the next time.
+        """
+        with contextlib.suppress(queue.Empty):
+            self._calls.get(timeout=wait_seconds)()
+            until = time.monotonic() + run_seconds
+            for _ in range(self._calls.qsize()):
+                if time.monotonic() > until:
+                    return
                 self._calls.get_nowait()()
-        except queue.Empty:
-            pass
 
 
 def _run(backend: SlotBackend, job: Any, slot: Slot | None) -> tuple[Any, float | None]:

@@ -10,7 +10,7 @@ from plotly.graph_objects import Bar, Figure
 
 from autotune_amp.core.outcome import Fidelity, Record
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.core.text import count, exact, one_line
+from autotune_amp.core.text import count, exact, one_line, percent
 from autotune_amp.dimensions import numerics_of
 from autotune_amp.numerics.grading import NOISY
 from autotune_amp.report.charts import (
@@ -48,7 +48,7 @@ def fidelity(checks: Sequence[Fidelity]) -> FigureOrReason:
         for damage in check.modules:
             name, noise = damage.name or _MODEL, damage.noise_ratio
             of_norm = f"cosine {damage.cosine:.4f}, {damage.norm_ratio:.3f} of its norm"
-            flushed = f"{100 * damage.flushed_share:.2g} % flushed to zero"
+            flushed = f"{percent(damage.flushed_share)} flushed to zero"
             points.append(
                 (name, noise, hover_label(f"{check.precision}: {name}", f"noise ratio {noise:.2g}", of_norm, flushed))
             )

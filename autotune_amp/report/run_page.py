@@ -14,7 +14,7 @@ from plotly.graph_objects import Figure, Scatter
 from plotly.subplots import make_subplots
 
 from autotune_amp.core import markup
-from autotune_amp.core.text import count, number, one_line
+from autotune_amp.core.text import count, number, one_line, percent
 from autotune_amp.report import document
 from autotune_amp.report.charts import PRECISION_STYLES, apply_layout, hover_label, line_trace, marker_trace
 from autotune_amp.report.document import chart
@@ -223,7 +223,7 @@ def _summary(run: LoggedRun) -> str:
     tiles = markup.tiles(
         [
             ("precision at the end", last.precision, scale),
-            ("steps skipped", f"{100 * share:.2g} %", f"{causes} in {num_updates:,} updates"),
+            ("steps skipped", percent(share), f"{causes} in {num_updates:,} updates"),
             ("moves", f"{len(moves):,}", latest),
             *_speed_tiles(last),
             *_gpu_tiles(run.lines),
@@ -236,17 +236,17 @@ def _summary(run: LoggedRun) -> str:
 
 def _speed_tiles(last: Line) -> list[tuple[str, str, str]]:
     """Return the tile for tokens per second and utilization at the end of the log; none if neither is known."""
-    mfu = "" if last.mfu is None else f"{100 * last.mfu:.2g} % of the machine's own rate (MFU)"
+    mfu = "" if last.mfu is None else f"{percent(last.mfu)} of the machine's own rate (MFU)"
     if last.tokens_per_second is not None:
         return [("tokens/s at the end", number(last.tokens_per_second), mfu or "without padding")]
-    return [("MFU at the end", f"{100 * last.mfu:.2g} %", "of the machine's own rate")] if last.mfu is not None else []
+    return [("MFU at the end", percent(last.mfu), "of the machine's own rate")] if last.mfu is not None else []
 
 
 def _gpu_tiles(lines: Sequence[Line]) -> list[tuple[str, str, str]]:
     """Return the tile for the GPU's state at the end of the log; none if it is not known."""
     last = lines[-1]
     known = [line.throttling for line in lines if line.throttling is not None]
-    share = f"throttled in {100 * sum(map(bool, known)) / len(known):.2g} % of the samples" if any(known) else ""
+    share = f"throttled in {percent(sum(map(bool, known)) / len(known))} of the samples" if any(known) else ""
     state, _, more = gpu_state(last).partition(", ")
     return [("GPU at the end", state, ", ".join(filter(None, (more, share))))] if state else []
 

@@ -92,7 +92,7 @@ def _candidates(recommendation: Recommendation) -> Table:
         table_rows.append((list(cells.values()), Text(text), style))
     table = new_table(*columns, last="outcome")
     for cell_texts, outcome_text, style in table_rows:
-        table.add_row(*cell_texts, outcome_text, style=style)
+        table.add_row(*map(Text, cell_texts), outcome_text, style=style)
     return table
 
 
@@ -110,10 +110,10 @@ def new_table(first: str, *numbers: str, last: str, first_width: int = 24) -> Ta
     wrapped, except a speed-up or gain, which has an interval.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first, max_width=first_width, overflow="fold")
+    table.add_column(Text(first), max_width=first_width, overflow="fold")
     for name in numbers:
-        table.add_column(name, justify="right", no_wrap=name not in ("speed-up", "gain"))
-    table.add_column(last, overflow="fold")
+        table.add_column(Text(name), justify="right", no_wrap=name not in ("speed-up", "gain"))
+    table.add_column(Text(last), overflow="fold")
     return table
 
 

@@ -16,7 +16,7 @@ from autotune_amp.core.documents import Integer, NotNegative, Number, Whole
 from autotune_amp.core.hardware import Capability, Level
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import write_atomically
-from autotune_amp.core.text import count, duration, exact, number, size, token_rate
+from autotune_amp.core.text import count, duration, exact, number, percent, size, token_rate
 from autotune_amp.runtime.policy import RecordKind, converted
 
 PREFIX = "autotune_amp/"
@@ -167,7 +167,7 @@ class Status(Readings, frozen=True, kw_only=True):
     def facts(self) -> list[tuple[str, str]]:
         """Return (label, text) rows of the status, without those that have no value at present."""
         causes = f"{count(self.num_overflows, 'overflow')}, {count(self.num_bad_batches, 'bad batch', 'bad batches')}"
-        skipped = f"{count(self.num_skips, 'skip')}, {100 * self.skip_share:.2g} % ({causes})"
+        skipped = f"{count(self.num_skips, 'skip')}, {percent(self.skip_share)} ({causes})"
         scale, flushed, seconds = self.scale, self.flushed_share, self.step_seconds
         changes = f"{count(self.num_growths, 'growth')}, {count(self.num_backoffs, 'backoff')}"
         grown = "" if self.growth_tracker is None else f", {count(self.growth_tracker, 'step')} without overflow"
@@ -181,11 +181,11 @@ class Status(Readings, frozen=True, kw_only=True):
             ("loss scale", None if scale is None else f"{exact(scale)}, {changes}{grown}"),
             (
                 "flushed",
-                None if flushed is None else f"{100 * flushed:.2g} % of the gradient's entries{entries}, by samples",
+                None if flushed is None else f"{percent(flushed)} of the gradient's entries{entries}, by samples",
             ),
             ("step", None if seconds is None else f"{duration(seconds)} in the median"),
             ("tokens", None if self.tokens_per_second is None else token_rate(self.tokens_per_second)),
-            ("MFU", None if self.mfu is None else f"{100 * self.mfu:.2g} % of the machine's own rate"),
+            ("MFU", None if self.mfu is None else f"{percent(self.mfu)} of the machine's own rate"),
             ("loss", None if self.loss is None else number(self.loss)),
             ("memory", f"{size(self.peak_memory_bytes or 0)} at the peak{saved}"),
             ("GPU", gpu_state(self) or None),

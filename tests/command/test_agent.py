@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import fcntl
+import resource
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from commands import INJECTED, TORCHRUN, run
 from forked_python import ForkServer
 
 from autotune_amp.command.agent import observer, passes
+from autotune_amp.command.agent.channel import Channel
 from autotune_amp.command.agent.passes import before_update
 from autotune_amp.command.frozen_pair import PairingProblem, pair_steps
 from autotune_amp.command.measure import batch_sizes, passes_per_step, precision_of
@@ -725,3 +729,24 @@ for _ in range(20):
     )
     assert per_step(only(heard)) == {(128, 1)}
     assert batch_sizes(only(heard)) == {128}
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Let this process open more than 1,100 files."""
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most if most == resource.RLIM_INFINITY else min(most, 4096), most))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
+
+
+@pytest.mark.usefixtures("many_files")
+def test_requests_are_heard_by_a_program_with_more_than_a_thousand_open_files() -> None:
+    ours, theirs = socket.socketpair()
+    channel = Channel("")
+    with ours, theirs, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 1100)) as connection:
+        channel._socket = connection
+        channel.listen()
+        ours.sendall(b"go\n")
+        assert channel._may_train.wait(60)
+        channel.end()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autotune_amp import api
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.text import ARGUMENTS, in_python, shell_line
+from autotune_amp.core.text import ARGUMENTS, in_python, percent, shell_line
 
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
@@ -62,3 +62,11 @@ def test_each_option_has_an_argument_in_python() -> None:
     assert {argument.partition("=")[0] for argument in ARGUMENTS.values()} <= known
     of_search = set(inspect.signature(api.recommend_config).parameters) - {"workload", "quiet", "progress"}
     assert of_search - {"slots"} <= {argument.partition("=")[0] for argument in ARGUMENTS.values()}
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.0, "0 %"), (0.00123, "0.12 %"), (0.414, "41 %"), (0.994, "99 %"), (0.999, "100 %"), (1.034, "103 %")],
+)
+def test_a_share_is_a_percentage_without_an_exponent(share: float, text: str) -> None:
+    assert percent(share) == text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -320,6 +321,31 @@ def test_no_process_of_ours_imports_torchao_before_fp8_is_tried(
         assert isinstance(opened.run(), Measurement), "by whose end all before it was heard"
         assert opened.listener.words("weight")
         assert opened.listener.words("torchao") == []
+
+
+@needs_fork
+def test_nothing_is_forked_where_the_kernel_opens_no_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, flags: int = 0) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert not can_fork()
+
+
+OPENS_FILES = """
+import resource
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most if most == resource.RLIM_INFINITY else min(most, 4096), most))
+opened = [open("/dev/null") for _ in range(1100)]
+"""
+
+
+@needs_fork
+def test_a_workload_may_keep_more_than_a_thousand_files_open(tmp_path: Path) -> None:
+    opened = Opened(tmp_path, "forked", text=OPENS_FILES + WORKLOAD)
+    with opened.backend:
+        assert opened.why_not_forked is None
+        assert isinstance(opened.run(), Measurement)
 
 
 class Scripted:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import signal
+import threading
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -105,3 +107,45 @@ def test_what_sigterm_ended_is_no_failure_where_the_same_signal_is_on_its_way_to
     with pytest.raises(KeyboardInterrupt):
         script.wait(None, DEADLINES)
     arrives.assert_called_once()
+
+
+class Terminal(process.Watcher):
+    """A terminal that takes a second for each text, on a clock of its own, while the next one is printed."""
+
+    def __init__(self, chunks: queue.Queue[str]) -> None:
+        self.now = 0.0
+        self.chunks = chunks
+
+    def output(self, text: str) -> None:
+        self.now += 1.0
+        if self.now < 1000.0:
+            self.chunks.put(text)
+
+
+def test_a_process_that_prints_without_end_is_ended_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    flooding: Any = process.Process.__new__(process.Process)
+    flooding._output_chunks, flooding._events, flooding._tail = queue.Queue(), queue.Queue(), deque()
+    flooding.watcher = terminal = Terminal(flooding._output_chunks)
+    flooding._output_chunks.put("waiting for data")
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: terminal.now))
+    with pytest.raises(process.ProcessEndedError):
+        flooding.wait(10.0)
+    assert terminal.now < 20.0
+
+
+def test_printed_text_waits_for_the_terminal_until_the_process_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    printing: Any = process.Process.__new__(process.Process)
+    printing._output_chunks, printing._is_ending, printing._tail = queue.Queue(2), False, deque()
+    printing._popen = SimpleNamespace(stderr=Mock())
+    chunks = iter([b"1", b"2", b"3", b"4", b"5", b""])
+    monkeypatch.setattr(process, "os", SimpleNamespace(read=lambda *_: next(chunks)))
+    reader = threading.Thread(target=printing._read_output, daemon=True)
+    reader.start()
+    assert [printing._output_chunks.get() for _ in range(2)] == ["1", "2"]
+    reader.join(0.3)
+    assert reader.is_alive()
+    printing._is_ending = True
+    reader.join(20)
+    assert not reader.is_alive()
+    assert [printing._output_chunks.get() for _ in range(2)] == ["3", "4"]
+    assert printing._output_chunks.empty()

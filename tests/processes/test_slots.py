@@ -20,8 +20,9 @@ from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.devices import cpu_slots
-from autotune_amp.processes.local import LocalBackend, Payload, Slot
-from autotune_amp.processes.slots import WorkloadSlots
+from autotune_amp.processes.local import CompletedHandle, LocalBackend, Payload, Slot
+from autotune_amp.processes.process import Watcher
+from autotune_amp.processes.slots import Slots, WorkloadSlots
 from autotune_amp.trial.jobs import Check, Trial
 
 pytestmark = pytest.mark.usefixtures("nothing_left_at_once", "forked_processes")
@@ -199,3 +200,44 @@ def test_a_slot_s_card_is_all_that_its_processes_see(tmp_path: Path) -> None:
         trial = Trial(candidate=candidate, device="cpu", torch_state=state, num_steps=(1, 1))
         assert isinstance(backend.submit(trial, slot).result(), Measurement)
     assert "GPU-d on" in listener.text
+
+
+class SlowTerminal(Watcher):
+    """A terminal that takes a while for each text; it keeps how many it had taken at each tick."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+        self.taken_at_ticks: list[int] = []
+
+    def output(self, text: str) -> None:
+        time.sleep(0.001)
+        self.num_taken += 1
+
+    def tick(self) -> None:
+        self.taken_at_ticks.append(self.num_taken)
+
+
+class Printing:
+    """A backend whose job prints far faster than a terminal can take."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self.watcher = watcher
+
+    def submit(self, job: int, slot: Slot | None) -> CompletedHandle:
+        for _ in range(job):
+            self.watcher.output("text")
+        return CompletedHandle(job)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_job_that_prints_without_end_leaves_time_for_ticks_and_may_be_closed() -> None:
+    terminal = SlowTerminal()
+    slots = Slots([Slot("cpu")], lambda _, watcher: Printing(watcher), lambda _: terminal)
+    assert slots.submit(1000).result() == 1000
+    assert terminal.taken_at_ticks[0] < 300
+    assert terminal.num_taken == 1000
+    slots.submit(1000)
+    slots.close()
+    assert terminal.num_taken == 2000

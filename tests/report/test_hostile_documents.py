@@ -34,6 +34,7 @@ VALUES: tuple[Any, ...] = (
     1e-308,
     "abc",
     "\x1b[31m\n\x00",
+    "[/bold]",
     None,
     [],
     {},

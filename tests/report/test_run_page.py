@@ -70,6 +70,13 @@ def test_the_page_says_what_happened_and_escapes_it(tmp_path: Path) -> None:
     assert "<b>& more" not in text
 
 
+def test_shares_of_all_are_100_percent() -> None:
+    line = msgspec.structs.replace(sample(64, 1.0, 64), num_steps=0, mfu=0.999)
+    text = run_page(LoggedRun((begin(), line), 0, 0), "a.jsonl")
+    assert text.count("100 %") == 2
+    assert "1e+02" not in text
+
+
 def test_a_stop_other_runs_and_cut_lines_are_said() -> None:
     stop = move(70, "stop", "fp16", "fp16", 12, reason="no finite loss")
     text = run_page(LoggedRun((begin(), sample(64, 1024.0, 2), stop), num_other_runs=2, num_cut_lines=1), "a.jsonl")

@@ -164,6 +164,13 @@ def test_foreign_text_is_neither_markup_nor_control() -> None:
     assert "\x1b[31m" not in text
 
 
+def test_the_brackets_of_an_arguments_value_are_shown() -> None:
+    values = ("[all]", "[/mnt/a]")
+    rows = tuple(row("fp32", 32, 300.0, arguments=(("data", value),)) for value in values)
+    lines = lines_of(recommendation(candidates=rows))
+    assert all(f"fp32 data={value} 32 300 107 ms 612 MiB measured" in lines for value in values)
+
+
 def test_tables_fit_80_columns_and_ascii() -> None:
     stream = io.TextIOWrapper(io.BytesIO(), "ascii")
     print_recommendation(recommendation(warnings=("w" * 200,)), Console(file=stream, width=80))

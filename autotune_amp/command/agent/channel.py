@@ -157,9 +157,11 @@ class Channel:
 
     def _listen(self, connection: socket.socket) -> None:
         requests = b""
+        poller = select.poll()  # `select.select` refuses descriptors from 1024 on
+        poller.register(connection, select.POLLIN)
         while True:
             try:
-                if not select.select([connection], [], [], SEND_SECONDS)[0]:
+                if not poller.poll(1000 * SEND_SECONDS):
                     self.before_send()
                     self.flush()
                     continue

@@ -260,7 +260,7 @@ def next_step_line(step: NextStep) -> str:
     Example: ``optimizer, 17 % (15 to 19) of a step in bf16: optimizer_impl or a larger batch size; at most 1.2x if it
     vanished``.
     """
-    share = f"{percent(step)} of a step in {step.precision}"
+    share = f"{share_of_step(step)} of a step in {step.precision}"
     tried = " or ".join(_WORDS.get(name, name) for name in step.dimensions)
     return f"{PART_NAMES[step.part]}, {share}: {tried}; at most {times(step.max_speedup)} if it vanished"
 
@@ -280,7 +280,7 @@ def profiled_line(profiled: Profiled) -> str:
     )
 
 
-def percent(part: Part | NextStep) -> str:
+def share_of_step(part: Part | NextStep) -> str:
     """Return the part's share in percent, with its range if that is wider: ``17 % (15 to 19)``."""
     least, largest = (f"{100 * share:.0f}" for share in part.share_range)
     return f"{100 * part.share:.0f} %" + (f" ({least} to {largest})" if least != largest else "")

@@ -182,6 +182,11 @@ def printed(profile: MemoryProfile, width: int = 80) -> str:
     return capture.get()
 
 
+def test_the_brackets_of_an_arguments_value_are_in_the_heading_of_its_column() -> None:
+    row = replace(PROFILE.row("fp32"), arguments=(("data", "[/mnt/a]"),))
+    assert "fp32 data=[/mnt/a]" in printed(replace(PROFILE, rows=(*PROFILE.rows, row)))
+
+
 @pytest.mark.parametrize(
     ("start", "words"),
     [
