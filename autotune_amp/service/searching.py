@@ -31,7 +31,16 @@ from autotune_amp.integrations.service_address import TOKEN_VARIABLE
 from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.storage.folder import StudyFolder
-from autotune_amp.service.jobs import WAITING, Queue, Search, UnknownError, search_id, study_name, target_digest
+from autotune_amp.service.jobs import (
+    WAITING,
+    Queue,
+    Search,
+    UnknownError,
+    caller_name,
+    search_id,
+    study_name,
+    target_digest,
+)
 from autotune_amp.service.settings import Settings, Target
 
 _TICK_SECONDS = 0.25
@@ -203,6 +212,7 @@ class SearchThread(threading.Thread):
         events = self.events(search)
         recommendation = None if search.state == "failed" else self._recommendation_json(search)
         fields = msgspec.structs.asdict(search) | {
+            "callers": list(dict.fromkeys(map(caller_name, search.callers))),
             "position": position,
             "phase": events.phase if search.state == "running" else None,
             "num_trials": events.num_trials,

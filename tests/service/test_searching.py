@@ -250,9 +250,11 @@ def test_a_study_that_somebody_uses_is_tried_again(
 def test_a_search_is_ended_once_all_have_withdrawn_and_its_best_is_kept(make: Callable[..., Service]) -> None:
     service = make(mlp="cpu")
     id_ = service.ask("mlp", "ann")
-    service.ask("mlp", "ben")
+    service.ask("mlp", "ben 1f")
+    service.ask("mlp", "ben 2e")
     process = service.process(0)
     service.until(lambda: service.search(id_).state == "running")
+    assert service.document(id_)["callers"] == ["ann", "ben"]
     service.thread.withdraw(service.search(id_), "ann")
     service.thread.withdraw(service.search(id_), "ben")
     service.until(lambda: service.search(id_).state == "ended")
