@@ -236,17 +236,23 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
 
 
 async def _events(searches: SearchThread, id_: str, first: int) -> AsyncIterator[bytes]:
-    """Yield the events of a search from number `first` on, until it is over or the service stops."""
+    """Yield the events of a search from number `first` on, until it is over or the service stops.
+
+    A client that comes back names the last event it has. The end has no number, since the search may go on, and a
+    search that was begun again counts from 0.
+    """
     quiet_seconds = 0.0
     while True:
         search = searches.queue.searches.get(id_)  # before its events, so that none is missed at its end
         lines = [] if search is None else searches.events(search).lines
+        if len(lines) < first and search is not None and search.state != "queued":
+            first = 0
         if len(lines) > first:
             yield b"".join(lines[first:])
             first, quiet_seconds = len(lines), 0.0
         if search is None or search.state not in WAITING or searches.is_stopping:
             state = None if search is None else search.state
-            yield server_sent_event("end", msgspec.json.encode({"state": state}), first)
+            yield server_sent_event("end", msgspec.json.encode({"state": state}))
             return
         if quiet_seconds >= _QUIET_SECONDS:
             yield b": waiting\n\n"

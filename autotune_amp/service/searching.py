@@ -84,9 +84,10 @@ class SearchEvents:
         self.lines.append(server_sent_event(kind, line, len(self.lines)))
 
 
-def server_sent_event(kind: str, data: bytes, number: int) -> bytes:
-    """Return an event in the format of `text/event-stream`. `data` is on one line."""
-    return b"id: %d\nevent: %s\ndata: %s\n\n" % (number, kind.encode(), data)
+def server_sent_event(kind: str, data: bytes, number: int | None = None) -> bytes:
+    """Return an event in the format of `text/event-stream`, with its number as ID if given. `data` is on one line."""
+    id_line = b"" if number is None else b"id: %d\n" % number
+    return b"%sevent: %s\ndata: %s\n\n" % (id_line, kind.encode(), data)
 
 
 class _Process:
