@@ -58,7 +58,7 @@ def recommendation_from(
     poll_seconds = _POLL_SECONDS
     try:
         while search["state"] in ("queued", "running"):
-            now = search["phase"] or f"waiting at place {search['position']} of the service's queue"
+            now = search["phase"] or _waiting(search["position"])
             if now != phase:
                 progress.phase(now)
                 phase = now
@@ -85,6 +85,11 @@ def recommendation_from(
     if search["state"] == "done" and recommendation is not None:
         return recommendation
     raise SearchInterruptedError("Somebody ended the search.", "Ask again to continue it.", (), recommendation)
+
+
+def _waiting(position: int | None) -> str:
+    """Return in words that a search waits, with its position in the queue, 0 for the next one; None if it starts."""
+    return "starting" if position is None else f"waiting at place {position + 1} of the service's queue"
 
 
 class _Connection:

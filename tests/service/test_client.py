@@ -101,6 +101,16 @@ def test_it_follows_a_search_to_its_end(server: str) -> None:
     )
 
 
+def test_a_place_in_the_queue_counts_from_one_and_one_that_starts_has_none(server: str) -> None:
+    Script.answers += [search("queued"), search("running", position=None), search("done", recommendation=FOUND)]
+    progress = Phases()
+    recommendation_from(server, "mlp", {}, progress)
+    first, starting = progress.texts
+    assert "place 1 " in first
+    assert "None" not in starting
+    assert "place" not in starting
+
+
 def test_the_client_and_the_service_take_the_same_options_of_a_search() -> None:
     assert set(client.OPTIONS) == Options.model_fields.keys()
     of_the_service = {"workload", "server", "device", "devices", "ray", "ranks", "study", "out", "storage"}
