@@ -19,7 +19,7 @@ from autotune_amp.service.settings import Target
 
 State: TypeAlias = Literal["queued", "running", "done", "failed", "ended"]
 WAITING: tuple[State, ...] = ("queued", "running")
-_MAX_FINISHED = 1000  # older ones are forgotten; their studies stay
+_MAX_FINISHED = 1000  # older ones are forgotten with their files; their studies stay
 
 _METADATA = sqlalchemy.MetaData()
 _TABLE = sqlalchemy.Table(
@@ -172,15 +172,17 @@ class Queue:
         with self._lock:
             return self._change(self.searches[id_], **changes)
 
-    def save_later_changes(self) -> None:
-        """Save what could not be saved before, and forget the oldest finished searches."""
+    def save_later_changes(self) -> list[str]:
+        """Save what could not be saved before, and forget the oldest finished searches, whose IDs are returned."""
         with self._lock:
             for id_ in list(self._unsaved):
                 self._try_to_save(id_)
             finished = [search for search in self.searches.values() if search.state not in WAITING]
-            for search in sorted(finished, key=lambda search: search.ended or 0.0)[:-_MAX_FINISHED]:
+            oldest = sorted(finished, key=lambda search: search.ended or 0.0)[:-_MAX_FINISHED]
+            for search in oldest:
                 del self.searches[search.id]
                 self._try_to_save(search.id)
+            return [search.id for search in oldest]
 
     def close(self) -> None:
         """Close the connections to the database."""

@@ -297,7 +297,8 @@ class SearchThread(threading.Thread):
         while not self.is_stopping:
             self._start_searches()
             self._follow()
-            self.queue.save_later_changes()
+            for id_ in self.queue.save_later_changes():
+                self._forget(id_)
             self._wake.wait(_TICK_SECONDS)
             self._wake.clear()
         while self._running or self._probing:
@@ -305,6 +306,14 @@ class SearchThread(threading.Thread):
                 process.interrupt()
             self._follow()
             time.sleep(_TICK_SECONDS / 5)
+
+    def _forget(self, id_: str) -> None:
+        """Remove the files of a forgotten search and what is kept of it in memory. Its study stays."""
+        for state in (self._interrupt_at, self._not_before, self._documents):
+            state.pop(id_, None)
+        with contextlib.suppress(OSError):
+            for path in self._files.glob(f"{id_}.*"):
+                path.unlink()
 
     def _processes(self) -> Iterator[_Process]:
         yield from self._running.values()

@@ -162,7 +162,7 @@ def test_the_oldest_finished_searches_are_forgotten(opened: Open, monkeypatch: p
         queue.submit(asked(number, "ann"))
     for number in (1, 2):
         queue.change(asked(number).id, state="done", ended=10.0 - number)
-    queue.save_later_changes()
+    assert queue.save_later_changes() == [asked(2).id]
     assert list(queue.searches) == list(opened().searches) == [asked(1).id, asked(3).id]
 
 
