@@ -38,7 +38,7 @@ class ServerHere(Process):
 
         self.watcher = watcher
         self._events = queue.Queue()
-        self._output_chunks = queue.SimpleQueue()
+        self._output_chunks = queue.Queue()
         self._tail = deque(maxlen=64)
         self._environment = environment
         self._imported: list[str] = []  # the workload's module, which another test may have by the same name

@@ -9,6 +9,7 @@ from typing import Any
 
 from autotune_amp.core.errors import InvalidRequestError
 
+REQUEST_ID_HEADER = "Autotune-Amp-Request"  # 32 hexadecimal digits by which a client withdraws only its own request
 TOKEN_VARIABLE = "AUTOTUNE_AMP_TOKEN"  # noqa: S105 - the name of a variable
 
 

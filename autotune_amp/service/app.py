@@ -6,10 +6,10 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from functools import lru_cache
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeAlias, get_args
 
 import msgspec
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,6 +21,7 @@ from autotune_amp.core.documents import decode
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, StudyError
 from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.integrations.service_address import REQUEST_ID_HEADER
 from autotune_amp.search.answer.decide import rerank_with_options
 from autotune_amp.search.storage.database import study_error
 from autotune_amp.service.docs_page import PAGE_HEADERS, docs_page
@@ -31,6 +32,7 @@ from autotune_amp.service.searching import OptionError, SearchThread, checked_op
 _FOLLOW_SECONDS = 0.5  # between two looks for new events
 _QUIET_SECONDS = 15.0  # without an event, after which a comment keeps the connection
 _RETRY_SECONDS = 30  # for a client whose search has no place in the queue
+_RequestId: TypeAlias = Annotated[str | None, Header(alias=REQUEST_ID_HEADER, pattern="^[0-9a-f]{32}$")]
 _LOW_PRECISIONS = ("bf16", "fp16", "fp8")
 _STATUSES: dict[type[AutotuneAmpError], int] = {
     UnknownError: 404,
@@ -105,6 +107,11 @@ def caller(request: Request) -> str:
     return name
 
 
+def caller_of_request(request: Request, request_id: str | None) -> str:
+    """Return the name of the caller, and after a space the ID that its client gave its request, if it has one."""
+    return caller(request) if request_id is None else f"{caller(request)} {request_id}"
+
+
 def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
     """Return the application that serves these searches and training runs."""
     summary = "Searches on request, and what was measured."
@@ -143,14 +150,14 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
         return search
 
     @app.post("/searches", status_code=202)
-    def submit(request: SearchRequest, asked_by: Request) -> Response:
+    def submit(request: SearchRequest, asked_by: Request, request_id: _RequestId = None) -> Response:
         """Queue a search, or join the equal one that waits, runs or is done. GET its Location to follow it."""
         if request.target not in targets:
             message = f"target is {request.target[:80]!r}."
             raise OptionError("target", message, f"Name one of {', '.join(targets)}.")
         options = request.options.model_dump(exclude_none=True, by_alias=True)
         is_fresh = options.pop("fresh")
-        search = searches.submit(request.target, options, caller(asked_by), is_fresh=is_fresh)
+        search = searches.submit(request.target, options, caller_of_request(asked_by, request_id), is_fresh=is_fresh)
         return JsonResponse(searches.document(search), 202, {"Location": f"/searches/{search.id}"})
 
     @app.get("/searches/{id_}")
@@ -159,9 +166,13 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
         return JsonResponse(searches.document(found(id_)))
 
     @app.delete("/searches/{id_}")
-    def end(id_: str, asked_by: Request) -> Response:
-        """Withdraw your request. The search ends, and keeps its best so far, once nobody else waits for it."""
-        return JsonResponse(searches.document(searches.withdraw(found(id_), caller(asked_by))), 202)
+    def end(id_: str, asked_by: Request, request_id: _RequestId = None) -> Response:
+        """Withdraw the request with the ID of the header; without one, all requests of your name for this search.
+
+        The search ends, and keeps its best so far, once nobody waits for it.
+        """
+        search = searches.withdraw(found(id_), caller_of_request(asked_by, request_id))
+        return JsonResponse(searches.document(search), 202)
 
     @app.get("/searches/{id_}/events")
     async def stream(id_: str, request: Request) -> Response:
@@ -225,17 +236,23 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
 
 
 async def _events(searches: SearchThread, id_: str, first: int) -> AsyncIterator[bytes]:
-    """Yield the events of a search from number `first` on, until it is over or the service stops."""
+    """Yield the events of a search from number `first` on, until it is over or the service stops.
+
+    A client that comes back names the last event it has. The end has no number, since the search may go on, and a
+    search that was begun again counts from 0.
+    """
     quiet_seconds = 0.0
     while True:
         search = searches.queue.searches.get(id_)  # before its events, so that none is missed at its end
         lines = [] if search is None else searches.events(search).lines
+        if len(lines) < first and search is not None and search.state != "queued":
+            first = 0
         if len(lines) > first:
             yield b"".join(lines[first:])
             first, quiet_seconds = len(lines), 0.0
         if search is None or search.state not in WAITING or searches.is_stopping:
             state = None if search is None else search.state
-            yield server_sent_event("end", msgspec.json.encode({"state": state}), first)
+            yield server_sent_event("end", msgspec.json.encode({"state": state}))
             return
         if quiet_seconds >= _QUIET_SECONDS:
             yield b": waiting\n\n"

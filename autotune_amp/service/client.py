@@ -6,6 +6,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Mapping
 from http.client import HTTPException, InvalidURL
 from typing import Any
@@ -16,7 +17,7 @@ import msgspec
 from autotune_amp.core.documents import decode
 from autotune_amp.core.errors import AutotuneAmpError, FormatError, InvalidRequestError, RunnerError
 from autotune_amp.core.recommendation import Recommendation, SearchInterruptedError
-from autotune_amp.integrations.service_address import checked_address, request_headers, send
+from autotune_amp.integrations.service_address import REQUEST_ID_HEADER, checked_address, request_headers, send
 from autotune_amp.search.progress import Progress
 
 _POLL_SECONDS, _MAX_POLL_SECONDS = 1.0, 5.0
@@ -57,7 +58,7 @@ def recommendation_from(
     poll_seconds = _POLL_SECONDS
     try:
         while search["state"] in ("queued", "running"):
-            now = search["phase"] or f"waiting at place {search['position']} of the service's queue"
+            now = search["phase"] or _waiting(search["position"])
             if now != phase:
                 progress.phase(now)
                 phase = now
@@ -86,11 +87,17 @@ def recommendation_from(
     raise SearchInterruptedError("Somebody ended the search.", "Ask again to continue it.", (), recommendation)
 
 
+def _waiting(position: int | None) -> str:
+    """Return in words that a search waits, with its position in the queue, 0 for the next one; None if it starts."""
+    return "starting" if position is None else f"waiting at place {position + 1} of the service's queue"
+
+
 class _Connection:
-    """Address of a service, and the token that it asks for."""
+    """Address of a service, the token that it asks for, and the ID of this client's request."""
 
     def __init__(self, server: str, token: str | None) -> None:
-        self._server, self._headers = checked_address(server), request_headers(token)
+        self._server = checked_address(server)
+        self._headers = {**request_headers(token), REQUEST_ID_HEADER: uuid.uuid4().hex}
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the JSON answer to a request, which is sent again for a minute if the service has no time for it.

@@ -19,7 +19,7 @@ from autotune_amp.service.settings import Target
 
 State: TypeAlias = Literal["queued", "running", "done", "failed", "ended"]
 WAITING: tuple[State, ...] = ("queued", "running")
-_MAX_FINISHED = 1000  # older ones are forgotten; their studies stay
+_MAX_FINISHED = 1000  # older ones are forgotten with their files; their studies stay
 
 _METADATA = sqlalchemy.MetaData()
 _TABLE = sqlalchemy.Table(
@@ -35,10 +35,11 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     """A requested search and its state. Times are seconds since 1970.
 
     `id` is a digest of the request, so that equal requests are one search. `target_digest` is that of the target's
-    settings when it was asked for. `options` are those that were asked for, by
-    the names of the request. `callers` wait for it; without one it is ended. `measured` is when it was last done, which
-    stays when it is asked for again. With `is_fresh` it is still to begin to measure again what exists already. `error`
-    says why it failed.
+    settings when it was asked for. `options` are those that were asked for, by the names of the request. `callers` wait
+    for it; without one it is ended. Each is a caller's name, followed by a space and the ID of the request if its
+    client sent one: people who share a name wait apart. `measured` is when it was last done, which stays when it is
+    asked for again. With `is_fresh` it is still to begin to measure again what exists already. `error` says why it
+    failed.
     """
 
     id: str
@@ -65,6 +66,11 @@ class UnknownError(AutotuneAmpError):
 
 class ForbiddenError(AutotuneAmpError):
     """Raised if a caller may not change a search."""
+
+
+def caller_name(caller: str) -> str:
+    """Return the name of a caller, without the ID of its request."""
+    return caller.partition(" ")[0]
 
 
 def search_id(target: Target, options: SearchOptions) -> str:
@@ -145,16 +151,18 @@ class Queue:
     def withdraw(self, search: Search, caller: str) -> Search:
         """Remove a caller from those who wait for a search. Without any it is ended, or has to be if it runs.
 
-        One that was queued again is done, as before.
+        A name without the ID of a request stands for all requests of that name. A search that was queued again is done,
+        as before.
         Raises `ForbiddenError` if the caller did not ask for it.
         """
         with self._lock:
             search = self.searches[search.id]
             if search.state not in WAITING:
                 return search
-            if caller not in search.callers:
-                raise ForbiddenError(f"{caller} did not ask for search {search.id}.", "Ask those who did to end it.")
-            callers = tuple(other for other in search.callers if other != caller)
+            callers = tuple(other for other in search.callers if not f"{other} ".startswith(f"{caller} "))
+            if callers == search.callers:
+                name = caller_name(caller)
+                raise ForbiddenError(f"{name} did not ask for search {search.id}.", "Ask those who did to end it.")
             is_over = not callers and search.state == "queued"
             over = {"state": "ended" if search.measured is None else "done", "ended": time.time(), "is_fresh": False}
             return self._change(search, callers=callers, **(over if is_over else {}))
@@ -164,15 +172,17 @@ class Queue:
         with self._lock:
             return self._change(self.searches[id_], **changes)
 
-    def save_later_changes(self) -> None:
-        """Save what could not be saved before, and forget the oldest finished searches."""
+    def save_later_changes(self) -> list[str]:
+        """Save what could not be saved before, and forget the oldest finished searches, whose IDs are returned."""
         with self._lock:
             for id_ in list(self._unsaved):
                 self._try_to_save(id_)
             finished = [search for search in self.searches.values() if search.state not in WAITING]
-            for search in sorted(finished, key=lambda search: search.ended or 0.0)[:-_MAX_FINISHED]:
+            oldest = sorted(finished, key=lambda search: search.ended or 0.0)[:-_MAX_FINISHED]
+            for search in oldest:
                 del self.searches[search.id]
                 self._try_to_save(search.id)
+            return [search.id for search in oldest]
 
     def close(self) -> None:
         """Close the connections to the database."""

@@ -31,7 +31,16 @@ from autotune_amp.integrations.service_address import TOKEN_VARIABLE
 from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.storage.folder import StudyFolder
-from autotune_amp.service.jobs import WAITING, Queue, Search, UnknownError, search_id, study_name, target_digest
+from autotune_amp.service.jobs import (
+    WAITING,
+    Queue,
+    Search,
+    UnknownError,
+    caller_name,
+    search_id,
+    study_name,
+    target_digest,
+)
 from autotune_amp.service.settings import Settings, Target
 
 _TICK_SECONDS = 0.25
@@ -75,9 +84,10 @@ class SearchEvents:
         self.lines.append(server_sent_event(kind, line, len(self.lines)))
 
 
-def server_sent_event(kind: str, data: bytes, number: int) -> bytes:
-    """Return an event in the format of `text/event-stream`. `data` is on one line."""
-    return b"id: %d\nevent: %s\ndata: %s\n\n" % (number, kind.encode(), data)
+def server_sent_event(kind: str, data: bytes, number: int | None = None) -> bytes:
+    """Return an event in the format of `text/event-stream`, with its number as ID if given. `data` is on one line."""
+    id_line = b"" if number is None else b"id: %d\n" % number
+    return b"%sevent: %s\ndata: %s\n\n" % (id_line, kind.encode(), data)
 
 
 class _Process:
@@ -203,6 +213,7 @@ class SearchThread(threading.Thread):
         events = self.events(search)
         recommendation = None if search.state == "failed" else self._recommendation_json(search)
         fields = msgspec.structs.asdict(search) | {
+            "callers": list(dict.fromkeys(map(caller_name, search.callers))),
             "position": position,
             "phase": events.phase if search.state == "running" else None,
             "num_trials": events.num_trials,
@@ -286,7 +297,8 @@ class SearchThread(threading.Thread):
         while not self.is_stopping:
             self._start_searches()
             self._follow()
-            self.queue.save_later_changes()
+            for id_ in self.queue.save_later_changes():
+                self._forget(id_)
             self._wake.wait(_TICK_SECONDS)
             self._wake.clear()
         while self._running or self._probing:
@@ -294,6 +306,14 @@ class SearchThread(threading.Thread):
                 process.interrupt()
             self._follow()
             time.sleep(_TICK_SECONDS / 5)
+
+    def _forget(self, id_: str) -> None:
+        """Remove the files of a forgotten search and what is kept of it in memory. Its study stays."""
+        for state in (self._interrupt_at, self._not_before, self._documents):
+            state.pop(id_, None)
+        with contextlib.suppress(OSError):
+            for path in self._files.glob(f"{id_}.*"):
+                path.unlink()
 
     def _processes(self) -> Iterator[_Process]:
         yield from self._running.values()

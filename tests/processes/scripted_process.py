@@ -41,7 +41,7 @@ class Script(Process):
         self.left.popleft()
         return message
 
-    def _drain_output(self) -> None:
+    def _drain_output(self, seconds: float = 0.0) -> None:
         self._tail = deque([self.printed])
 
     def _kill_child(self) -> None:

@@ -97,9 +97,17 @@ class RealService:
         return self.process.returncode
 
     def ask(
-        self, method: str, path: str, body: Any = None, *, token: str | None = ANN, data: bytes | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        token: str | None = ANN,
+        data: bytes | None = None,
+        request_id: str | None = None,
     ) -> Answer:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        headers |= {"Autotune-Amp-Request": request_id} if request_id else {}
         data = json.dumps(body).encode() if body is not None else data
         request = urllib.request.Request(self.url + path, data, headers, method=method)
         try:
@@ -109,8 +117,9 @@ class RealService:
             with error:
                 return Answer(error.code, {n.lower(): v for n, v in error.headers.items()}, error.read())
 
-    def search(self, token: str = ANN, **options: Any) -> Answer:
-        return self.ask("POST", "/searches", {"target": "plain", "options": {**OPTIONS, **options}}, token=token)
+    def search(self, token: str = ANN, request_id: str | None = None, **options: Any) -> Answer:
+        body = {"target": "plain", "options": {**OPTIONS, **options}}
+        return self.ask("POST", "/searches", body, token=token, request_id=request_id)
 
     def state(self, id_: str) -> dict[str, Any]:
         return self.ask("GET", f"/searches/{id_}").document

@@ -15,6 +15,7 @@ import pytest
 from autotune_amp import recommend_config
 from autotune_amp.core.errors import FormatError, InvalidRequestError, RunnerError
 from autotune_amp.core.recommendation import Recommendation, SearchInterruptedError
+from autotune_amp.integrations.service_address import REQUEST_ID_HEADER
 from autotune_amp.search.progress import Progress
 from autotune_amp.service import client
 from autotune_amp.service.app import Options
@@ -29,11 +30,13 @@ class Script(BaseHTTPRequestHandler):
 
     answers: ClassVar[list[tuple[int, Any]]] = []
     asked: ClassVar[list[tuple[str, str, Any, str | None]]] = []
+    request_ids: ClassVar[list[str | None]] = []
 
     def handle_request(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
         content = json.loads(body) if body else None
         self.asked.append((self.command, self.path, content, self.headers.get("Authorization")))
+        self.request_ids.append(self.headers.get(REQUEST_ID_HEADER))
         status, document = self.answers.pop(0)
         if status == 0:  # no HTTP
             self.wfile.write(document)
@@ -66,6 +69,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(client, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(Script, "answers", [])
     monkeypatch.setattr(Script, "asked", [])
+    monkeypatch.setattr(Script, "request_ids", [])
     with HTTPServer(("127.0.0.1", 0), Script) as http:
         thread = threading.Thread(target=http.serve_forever, args=(0.01,))
         thread.start()
@@ -95,6 +99,16 @@ def test_it_follows_a_search_to_its_end(server: str) -> None:
         {"target": "mlp", "options": {"try": "none", "batch_size": "8:16"}},
         f"Bearer {'t' * 16}",
     )
+
+
+def test_a_place_in_the_queue_counts_from_one_and_one_that_starts_has_none(server: str) -> None:
+    Script.answers += [search("queued"), search("running", position=None), search("done", recommendation=FOUND)]
+    progress = Phases()
+    recommendation_from(server, "mlp", {}, progress)
+    first, starting = progress.texts
+    assert "place 1 " in first
+    assert "None" not in starting
+    assert "place" not in starting
 
 
 def test_the_client_and_the_service_take_the_same_options_of_a_search() -> None:
@@ -170,12 +184,15 @@ def test_a_limit_of_requests_is_waited_out_while_a_search_runs(server: str, monk
         recommendation_from(server, "mlp", {}, Progress())
 
 
-def test_ctrl_c_withdraws_the_request(server: str) -> None:
+def test_ctrl_c_withdraws_the_request_and_no_other_one_of_that_name(server: str) -> None:
     class Interrupted(Progress):
         def phase(self, text: str) -> None:
             raise KeyboardInterrupt
 
-    Script.answers += [search("queued"), search("ended")]
-    with pytest.raises(SearchInterruptedError):
-        recommendation_from(server, "mlp", {}, Interrupted())
-    assert Script.asked[-1][:2] == ("DELETE", "/searches/a%2Fb")
+    Script.answers += [search("queued"), search("ended")] * 2
+    for _ in range(2):
+        with pytest.raises(SearchInterruptedError):
+            recommendation_from(server, "mlp", {}, Interrupted())
+        assert Script.asked[-1][:2] == ("DELETE", "/searches/a%2Fb")
+    first, first_end, second, second_end = Script.request_ids
+    assert first == first_end != second == second_end

@@ -61,6 +61,8 @@ class Requests:
         self.joined = service.search(BEN)
         self.queued = service.search(seed=1)
         self.refused = service.search(BEN, seed=2)
+        service.search(seed=1, request_id="a" * 32)
+        self.second_end = service.ask("DELETE", f"/searches/{self.queued.document['id']}", request_id="a" * 32)
         self.others_end = service.ask("DELETE", f"/searches/{self.queued.document['id']}", token=BEN)
         self.own_end = service.ask("DELETE", f"/searches/{self.queued.document['id']}")
         self.running = service.wait_for(self.id, lambda state: state["best"] is not None)
@@ -80,6 +82,7 @@ def test_a_request_is_accepted_joined_queued_and_refused(requests: Requests) -> 
     assert (requests.joined.document["id"], requests.joined.document["callers"]) == (requests.id, ["ann", "ben"])
     assert (requests.queued.document["state"], requests.queued.document["position"]) == ("queued", 0)
     assert (requests.refused.status, requests.refused.headers["retry-after"]) == (429, "30")
+    assert (requests.second_end.document["state"], requests.second_end.document["callers"]) == ("queued", ["ann"])
     assert requests.others_end.status == 403
     assert requests.own_end.document["state"] == "ended"
 

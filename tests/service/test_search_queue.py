@@ -120,6 +120,18 @@ def test_a_search_ends_when_all_who_asked_have_withdrawn(opened: Open) -> None:
     )
 
 
+def test_those_who_share_a_name_withdraw_their_own_request_or_all_of_the_name(opened: Open) -> None:
+    queue = opened()
+    search = queue.submit(asked(1, "team a1"))
+    queue.submit(asked(1, "team b2"))
+    assert queue.submit(asked(1, "team a1")).callers == ("team a1", "team b2"), "sent again"
+    with pytest.raises(ForbiddenError, match="team did"):
+        queue.withdraw(search, "team c3")
+    assert queue.withdraw(search, "team a1").callers == ("team b2",)
+    assert queue.submit(asked(1, "teammate", "team")).callers == ("team b2", "teammate", "team")
+    assert queue.withdraw(search, "team").callers == ("teammate",)
+
+
 def test_a_database_that_is_away_refuses_new_requests_and_saves_changes_later(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +162,7 @@ def test_the_oldest_finished_searches_are_forgotten(opened: Open, monkeypatch: p
         queue.submit(asked(number, "ann"))
     for number in (1, 2):
         queue.change(asked(number).id, state="done", ended=10.0 - number)
-    queue.save_later_changes()
+    assert queue.save_later_changes() == [asked(2).id]
     assert list(queue.searches) == list(opened().searches) == [asked(1).id, asked(3).id]
 
 

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from autotune_amp.core.errors import InvalidRequestError, RunnerError
-from autotune_amp.service import searching
+from autotune_amp.service import jobs, searching
 from autotune_amp.service.jobs import Queue, Search
 from autotune_amp.service.searching import OptionError, SearchEvents, SearchThread, checked_options
 from autotune_amp.service.settings import Settings, Target
@@ -250,14 +250,34 @@ def test_a_study_that_somebody_uses_is_tried_again(
 def test_a_search_is_ended_once_all_have_withdrawn_and_its_best_is_kept(make: Callable[..., Service]) -> None:
     service = make(mlp="cpu")
     id_ = service.ask("mlp", "ann")
-    service.ask("mlp", "ben")
+    service.ask("mlp", "ben 1f")
+    service.ask("mlp", "ben 2e")
     process = service.process(0)
     service.until(lambda: service.search(id_).state == "running")
+    assert service.document(id_)["callers"] == ["ann", "ben"]
     service.thread.withdraw(service.search(id_), "ann")
     service.thread.withdraw(service.search(id_), "ben")
     service.until(lambda: service.search(id_).state == "ended")
     assert process.is_interrupted
     assert service.document(id_)["recommendation"] == DOCUMENT
+
+
+def test_the_files_of_a_forgotten_search_are_removed(
+    make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(jobs, "_MAX_FINISHED", 1)
+    service = make(mlp="cpu")
+    ids = []
+    for seed in range(2):
+        ids.append(service.ask("mlp", seed=seed))
+        process = service.process(seed)
+        assert process.events is not None
+        for path in (process.events, process.output.with_suffix(".log")):
+            path.write_text("")
+        process.end(0, DOCUMENT)
+        service.until(lambda: service.search(ids[-1]).state == "done")
+    service.until(lambda: not list(tmp_path.glob(f"searches/{ids[0]}.*")))
+    assert len(list(tmp_path.glob(f"searches/{ids[1]}.*"))) == 3
 
 
 def test_a_target_that_is_gone_fails(make: Callable[..., Service]) -> None:
