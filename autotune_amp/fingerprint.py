@@ -44,6 +44,7 @@ import msgspec
 
 from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.distributed import is_from_launcher
+from autotune_amp.hardware import host
 
 if TYPE_CHECKING:
     from autotune_amp.core.hardware import DeviceIdentity
@@ -58,6 +59,7 @@ _SPEED_VARIABLES = (
 _SET_BY_PROGRAMS = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_CACHE_PATH", "TORCH_HOME", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_INIT_AT_FORK"),
     *("CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "KMP_DUPLICATE_LIB_OK"),
+    *("TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"),
 )
 MAX_READ_BYTES = 1 << 24  # larger files (data, checkpoints) are compared by size and modification time
 # A larger container counts by its length and this many elements spread evenly over it, so that a list of a million file
@@ -94,8 +96,8 @@ def compute_fingerprint(
     for group, named in groups.items():
         parts |= {f"{group} {name}": _text_or_hash(value) for name, value in named.items()}
     parts |= {"platform" if name == "platform" else f"version of {name}": f"={v}" for name, v in versions().items()}
-    if identity.name == "unknown":  # of a host the devices are alike
-        parts["host of the device"] = f"={platform.node()}"
+    if identity.name == "unknown":  # the kind of host stands for it
+        parts["host of the device"] = f"={host.cpu_name()}, {host.total_memory_bytes()} bytes"
     for name, value in os.environ.items():
         if name.startswith(_SPEED_VARIABLES) and not (name in _SET_BY_PROGRAMS or is_from_launcher(name)):
             parts[f"environment variable {name}"] = text_digest(value)
@@ -155,10 +157,18 @@ def user_label(module: str, file: str | None) -> str | None:
 
 @functools.cache
 def version(root: str) -> str | None:
-    """Return the version of an installed top-level package without importing it, None if unknown."""
+    """Return the version of a top-level package as it states it if it is imported, else as it is installed; None if it
+    is not installed.
+    """
     stated = getattr(sys.modules.get(root), "__version__", None)
+    installed = installed_version(root)
+    return stated if isinstance(stated, str) and installed is not None else installed
+
+
+def installed_version(root: str) -> str | None:
+    """Return the version of a top-level package by its installation, None if it is not installed."""
     with suppress(importlib.metadata.PackageNotFoundError):
-        return str(stated) if isinstance(stated, str) else importlib.metadata.version(root)
+        return importlib.metadata.version(root)
     return None
 
 

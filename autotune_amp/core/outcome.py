@@ -397,9 +397,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     A resumed search uses only the lines with its `search_id`. `seconds` is the cost of the job, process start and
     set-up included; `start_seconds` of it is the start of its process: 0.0 in a process kept from an earlier trial,
     None in a forked one and for a check. `round` numbers the confirmation rounds from 0, `session` the runs of the
-    search from 1: a resumed search goes on in the next one. `loss_scale` is fp16's, `load`
-    the load by other processes meanwhile. `slot` is the device it ran on, None if the search uses one; up to
-    `num_beside` other jobs ran at the same time. Fields that an earlier version did not write are None.
+    search from 1: a resumed search goes on in the next one. `loss_scale` is fp16's, `load` the load by other processes
+    meanwhile. `slot` is the device it ran on, None if the search uses one; up to `num_beside` other jobs ran at the
+    same time. Fields that an earlier version did not write have their defaults.
     """
 
     format: int = 1

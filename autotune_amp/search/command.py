@@ -25,7 +25,7 @@ from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.outcome import Description
 from autotune_amp.core.recommendation import Fingerprint, write_atomically
 from autotune_amp.distributed import is_from_launcher
-from autotune_amp.fingerprint import file_digest, imported_names, text_digest, user_modules, version
+from autotune_amp.fingerprint import file_digest, imported_names, installed_version, text_digest, user_modules
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.source import Source, folder_name
 from autotune_amp.search.space import Space
@@ -40,7 +40,11 @@ if TYPE_CHECKING:
 
 MAX_SOURCES = 2000  # more files take too long to compare before every cached recommendation
 # Variables that do not affect a training, or that devices and the program have parts for.
-_PLACES = {"PATH", "HOME", "PWD", "OLDPWD", "USER", "TMPDIR", "CUDA_VISIBLE_DEVICES"}
+_PLACES = {
+    *("PATH", "HOME", "PWD", "OLDPWD", "USER", "LOGNAME", "HOSTNAME", "TMPDIR", "TMP", "TEMP", "CUDA_VISIBLE_DEVICES"),
+    *("TORCH_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "HF_HOME"),
+}
+_OF_A_JOB = ("SLURM_JOB", "SLURM_ARRAY_", "SLURM_NODELIST", "SLURM_STEP", "PBS_JOB", "LSB_JOB", "SSH_")
 _GONE = "gone"  # digest of a recorded file that no longer exists
 
 
@@ -125,7 +129,7 @@ def fingerprint_parts(line: CommandTemplate) -> dict[str, str]:
     program = shutil.which(line.arguments[0])
     if program is None or Path(program).parent != Path(sys.executable).parent:
         return parts | {"program": f"={program}"}  # its libraries are those of another environment
-    return parts | {f"version of {name}": f"={version(name)}" for name in named.libraries}
+    return parts | {f"version of {name}": f"={installed_version(name)}" for name in named.libraries}
 
 
 class _Named(NamedTuple):
@@ -138,7 +142,7 @@ class _Named(NamedTuple):
 def _named_in_code(files: Iterable[Path]) -> _Named:
     """Return the variables and libraries that Python files and shell scripts name, in the order of their names.
 
-    Variables that tell the place of files, or a process its rank, do not count.
+    Variables that tell the place of files, a process its rank, or a job its number and hosts, do not count.
     """
     variables, libraries = set[str](), set[str]()
     for path in files:
@@ -147,8 +151,12 @@ def _named_in_code(files: Iterable[Path]) -> _Named:
         variables.update(re.findall(r"[\"']([A-Z][A-Z0-9_]*)[\"']" if is_python else r"\$\{?([A-Z][A-Z0-9_]*)", text))
         libraries.update(name.partition(".")[0] for name in (imported_names(text) if is_python else ()))
     return _Named(
-        sorted(each for each in variables & os.environ.keys() if each not in _PLACES and not is_from_launcher(each)),
-        sorted(each for each in libraries if each and version(each) is not None),
+        sorted(
+            each
+            for each in variables & os.environ.keys()
+            if not (each in _PLACES or each.startswith(_OF_A_JOB) or is_from_launcher(each))
+        ),
+        sorted(each for each in libraries if each and installed_version(each) is not None),
     )
 
 
@@ -293,7 +301,7 @@ class CommandSource(Source):
     ) -> Fingerprint:
         """Return the fingerprint, including the command and the files that it names, imports or has read."""
         base = super().fingerprint_by_child(options, identity, backend, state)
-        parts = fingerprint_parts(self._line)
+        parts = {name: part for name, part in fingerprint_parts(self._line).items() if name not in base.parts}
         opened, changed = self._opened.parts(_files(parts))
         digest = hashlib.sha256(repr((base.digest, sorted({**parts, **changed}.items()))).encode()).hexdigest()
         return _with_unknown(Fingerprint(digest=digest, parts={**base.parts, **parts, **opened}, unknown=base.unknown))

@@ -155,9 +155,9 @@ def confirming_records(records: Sequence[Record]) -> list[Record]:
     The speeds of one session are comparable. A resumed search may run on another day, when the machine is faster or
     slower.
     """
-    confirming = [r for r in without_lost_rounds(records) if is_confirming(r)]
+    confirming = [r for r in records if is_confirming(r)]
     sessions = {r.round: r.session for r in confirming}  # the last record of each round decides
-    return [r for r in confirming if r.session == sessions[r.round]]
+    return without_lost_rounds([r for r in confirming if r.session == sessions[r.round]])
 
 
 def confirm_runs(records: Sequence[Record], candidate: Setting, environment: Mapping[str, str]) -> SettingRuns:

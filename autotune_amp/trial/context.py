@@ -183,7 +183,7 @@ def _restore_call(value: Any) -> Callable[[], object]:
         return partial(value.set_state, value.get_state())
     if isinstance(value, numpy.random.RandomState):
         return partial(value.set_state, value.get_state(legacy=False))
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
         return partial(value.setstate, value.getstate())
     if isinstance(value, numpy.random.BitGenerator):
         return partial(setattr, value, "state", copy.deepcopy(value.state))

@@ -20,6 +20,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.numerics.accumulation import batch_tensors
@@ -149,12 +150,14 @@ def move_batch(batch: Any, device: torch.device) -> Any:
         return type(batch)(move_batch(value, device) for value in batch)
     if isinstance(batch, MutableMapping):
         moved: Any = copy.copy(batch)
-        moved.update({key: move_batch(value, device) for key, value in batch.items()})
+        for key, value in batch.items():
+            moved[key] = move_batch(value, device)
         return moved
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         moved = copy.copy(batch)
-        for name, value in vars(batch).items():
-            object.__setattr__(moved, name, move_batch(value, device))  # it may be frozen
+        for field in dataclasses.fields(batch):
+            if hasattr(batch, field.name):  # it may be frozen, or have slots
+                object.__setattr__(moved, field.name, move_batch(getattr(batch, field.name), device))
         return moved
     return batch
 
@@ -170,8 +173,10 @@ def copy_sample(sample: Any) -> Any:
 def rebuild_loader(loader: DataLoader[Any], num_workers: int | None = None, **settings: Any) -> DataLoader[Any]:
     """Return the user's loader with these `settings` changed and, unless None, another number of worker processes.
 
-    A user's class with an `__iter__` of its own, which may change the batches, stays the class. The `__iter__` of a
-    framework's loaders shares batches among ranks or keeps their place, and is left out.
+    A user's class with an `__iter__` of its own, which may change the batches, stays the class. Left out is the
+    `__iter__` of a framework's loaders, which shares batches among ranks or keeps their place; of a loader that keeps
+    its iterator, which has the old settings; and where `settings` have a `collate_fn`, which makes something else than
+    batches.
     """
     num_workers = loader.num_workers if num_workers is None else num_workers
     if num_workers == 0:
@@ -181,9 +186,13 @@ def rebuild_loader(loader: DataLoader[Any], num_workers: int | None = None, **se
         names += ["timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers", "in_order"]
     kept = {name: getattr(loader, name) for name in names}
     rebuilt = DataLoader(loader.dataset, **{**kept, "num_workers": num_workers, **settings})
-    if not _is_standard_loader(loader) and type(loader).__module__.partition(".")[0] not in _FRAMEWORKS:
+    own = {name: value for name, value in vars(loader).items() if name not in vars(rebuilt)}
+    is_left_out = type(loader).__module__.partition(".")[0] in _FRAMEWORKS or "collate_fn" in settings
+    if not (
+        _is_standard_loader(loader) or is_left_out or any(isinstance(v, _BaseDataLoaderIter) for v in own.values())
+    ):
         rebuilt.__class__ = type(loader)
-        vars(rebuilt).update({name: value for name, value in vars(loader).items() if name not in vars(rebuilt)})
+        vars(rebuilt).update(own)
     return rebuilt
 
 

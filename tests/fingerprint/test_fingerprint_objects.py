@@ -8,7 +8,6 @@ import importlib.util
 import linecache
 import logging
 import os
-import platform
 import socket
 import sys
 from collections import defaultdict
@@ -28,6 +27,7 @@ from autotune_amp import fingerprint
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.fingerprint import compute_fingerprint, workload_parts
+from autotune_amp.hardware import host
 
 
 def parts_of(value: object) -> dict[str, str]:
@@ -249,7 +249,7 @@ DO_NOT_COUNT = ("CUDA_MODULE_LOADING", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_
 def test_a_device_without_a_name_is_known_by_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     unseen = DeviceIdentity(type="xpu", name="unknown", num_cpus=2, total_memory_bytes=0)
     here = whole(unseen)
-    monkeypatch.setattr(platform, "node", lambda: "elsewhere")
+    monkeypatch.setattr(host, "cpu_name", lambda: "elsewhere")
     assert [line.partition(" changed")[0] for line in here.differences(whole(unseen))] == ["host of the device"]
     assert "host of the device" not in whole().parts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shlex
 import sys
@@ -9,7 +10,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 from scripted_backend import candidate, described
 
 from autotune_amp.core.command_template import CommandTemplate
@@ -113,13 +113,15 @@ def test_more_files_than_are_read_for_every_answer_cannot_be_compared(
 def test_the_environment_and_the_libraries_that_the_code_names_count(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (folder / "train.py").write_text("import os, torch\nwidth = os.environ['WIDTH']\nOTHER = 1")
+    (folder / "train.py").write_text(
+        "import os, torch\nwidth = os.environ['WIDTH'], os.environ['SLURM_JOB_ID']\nOTHER = 1"
+    )
     (folder / "go.sh").write_text("python train.py --depth ${DEPTH}")
     line = CommandTemplate.of(f"{shlex.quote(sys.executable)} train.py")
-    for name in ("WIDTH", "DEPTH", "OTHER", "RANK"):
+    for name in ("WIDTH", "DEPTH", "OTHER", "RANK", "SLURM_JOB_ID"):
         monkeypatch.setenv(name, "1")
     before = fingerprint_parts(line)
-    assert before["version of torch"] == f"={torch.__version__}"
+    assert before["version of torch"] == f"={importlib.metadata.version('torch')}"
     assert [name for name in before if name.startswith("environment")] == ["environment variable WIDTH"]
     assert "environment variable DEPTH" in fingerprint_parts(CommandTemplate.of("bash go.sh"))
     monkeypatch.setenv("WIDTH", "secret")

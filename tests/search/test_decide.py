@@ -538,8 +538,7 @@ def test_what_is_confirmed_is_compared_within_one_session() -> None:
         log.add(FP32, 60.0, "confirm", round=number)
     for number in range(2):
         log.add(BF16, 88.0, "confirm", round=number, session=2).add(FP32, 100.0, "confirm", round=number, session=2)
-    found = decided(log)
-    assert found.config.precision == "fp32"
+    assert decided(log).config.precision == "fp32"
     log.add(FP16, 120.0).add(FP16, 120.0, "confirm", round=0, session=2)
     assert decided(log).evidence.speedup == pytest.approx(1.2), "of the round that both ran"
 

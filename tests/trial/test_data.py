@@ -168,7 +168,7 @@ class AttributeDict(dict[str, Any]):
     __getattr__ = dict.__getitem__
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Scene:
     image: torch.Tensor
     name: str
@@ -218,6 +218,30 @@ class Doubling(DataLoader[Any]):
     def __iter__(self) -> Any:
         for (batch,) in super().__iter__():
             yield self.factor * batch
+
+
+class KeepingItsIterator(DataLoader[Any]):
+    """As loaders of timm and ultralytics do, whose workers go on over epochs."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.iterator = super().__iter__()
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+def test_a_loader_that_keeps_its_iterator_gives_batches_of_the_size_asked_for() -> None:
+    opened = data.open_data(KeepingItsIterator(TensorDataset(torch.ones(40)), batch_size=2), 8)
+    (batch,) = next(opened.stream)
+    assert len(batch) == 8
+
+
+def test_a_loader_that_changes_its_batches_changes_nothing_else() -> None:
+    loader = Doubling(TensorDataset(torch.ones(40)), batch_size=2)
+    sizes = data.rebuild_loader(loader, batch_size=None, sampler=range(3), collate_fn=lambda sample: len(sample))
+    assert list(sizes) == [1, 1, 1]
 
 
 @pytest.mark.parametrize("arguments", [{}, {"num_workers": 1}])

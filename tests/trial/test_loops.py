@@ -206,6 +206,10 @@ def test_draws_of_every_library_can_be_repeated(generator: Any, draw: Callable[[
     assert draw(generator) == drawn
 
 
+def test_a_generator_without_a_state_stays() -> None:
+    LoopState({"net": nn.Linear(2, 2), "random": random.SystemRandom()}).restore_python_state()
+
+
 def test_the_iterator_of_a_further_loader_goes_on_where_it_was() -> None:
     further = iter(DataLoader([torch.tensor(float(i)) for i in range(12)], batch_size=1, num_workers=1))  # type: ignore[arg-type]
     state = LoopState({"net": nn.Linear(2, 2), "further": further})

@@ -194,7 +194,7 @@ def gather_evidence(
     records, candidate = ranking.without_lost_rounds(ledger.records), chosen_runs.candidate
     confirming = [
         r.outcome
-        for r in ranking.confirming_records(records)
+        for r in ranking.confirming_records(ledger.records)
         if isinstance(r.outcome, Measurement)
         and (r.purpose, r.candidate, r.environment) == ("confirm", candidate, environment)
         and r.loss_scale in (None, ledger.loss_scale(candidate))

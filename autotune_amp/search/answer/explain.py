@@ -450,16 +450,15 @@ def candidate_rows(
     tried = [r.candidate for r in ledger.trials if r.purpose != "outlook"]
     table = []
     for candidate in sorted(dict.fromkeys([baseline, *ledger.space.candidates, *tried]), key=risks):
-        records = [r for r in ledger.records if r.candidate == candidate]
-        runs = ranking.best_runs(records, candidate, {} if candidate == baseline else environment)
-        failure = runs.failure if candidate == baseline else ranking.failures(records).get(candidate)
+        runs = ranking.best_runs(ledger.records, candidate, {} if candidate == baseline else environment)
+        failure = runs.failure if candidate == baseline else ranking.failures(ledger.records).get(candidate)
         row = _row(runs, failure, exclusions)
         if row.reason == _UNTRIED and is_only_baseline_tried(ledger):
             row = replace(row, reason=_ENDED)
         if candidate in ruled_out and failure is None and candidate != baseline:
             row = replace(row, status="excluded", reason=ruled_out[candidate])
         table.append(row)
-        baseline_runs = ranking.confirm_runs(records, candidate, environment)
+        baseline_runs = ranking.confirm_runs(ledger.records, candidate, environment)
         if candidate == baseline and environment and baseline_runs.measurements:
             table.append(replace(_row(baseline_runs, None, exclusions), has_environment=True))
     return tuple(table)

@@ -98,14 +98,15 @@ class StudyFolder:
     def search_id(self, fingerprint: Fingerprint, *, is_fresh: bool) -> str:
         """Return the ID of the last search with this fingerprint, to resume it, or a new ID if `is_fresh`.
 
-        Also new if parts are unknown, since these may have changed, unless the folder's last search was interrupted.
+        It is also new if that search has ended and parts are unknown, since these may have changed.
         """
-        cached = self.cached() if fingerprint.unknown else None
-        is_fresh = is_fresh or (cached is not None and not cached.search.was_interrupted)
         prefix = f"{fingerprint.digest[:12]}-"
         id_pattern = re.compile(re.escape(prefix) + r"([0-9]{1,9})")
         numbers = [int(match[1]) for record in self.records() if (match := id_pattern.fullmatch(record.search_id))]
-        return f"{prefix}{max(numbers, default=0) + 1 if is_fresh else max(numbers, default=1)}"
+        last = f"{prefix}{max(numbers, default=1)}"
+        cached = self.cached() if fingerprint.unknown else None
+        has_ended = cached is not None and cached.search.search_id == last and not cached.search.was_interrupted
+        return f"{prefix}{max(numbers, default=0) + 1}" if is_fresh or has_ended else last
 
     def records(self, search_id: str | None = None) -> list[Record]:
         """Return the records of one search, or of all if `search_id` is None, without an incomplete last line."""

@@ -53,11 +53,14 @@ def test_search_ids_go_on_or_begin_anew(tmp_path: Path) -> None:
         assert folder.records("another") == []
 
 
-@pytest.mark.parametrize(("was_interrupted", "is_resumed"), [(True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("saved_id", "was_interrupted", "is_resumed"),
+    [("d" * 12 + "-1", True, True), ("d" * 12 + "-1", False, False), ("another-1", False, True)],
+)
 def test_a_finished_search_with_parts_that_cannot_be_known_is_not_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, was_interrupted: bool, is_resumed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_id: str, *, was_interrupted: bool, is_resumed: bool
 ) -> None:
-    saved = Mock(**{"search.was_interrupted": was_interrupted})
+    saved = Mock(**{"search.was_interrupted": was_interrupted, "search.search_id": saved_id})
     monkeypatch.setattr(StudyFolder, "cached", lambda _: saved)
     with StudyFolder(str(tmp_path), "one") as folder:
         folder.append(record(1, "d" * 12 + "-1"))
