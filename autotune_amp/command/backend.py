@@ -187,7 +187,10 @@ class CommandBackend(WorkloadBackend):
         per_step = command.num_sharing * (measure.samples_per_step(rank) or 1) if least == most else 0
         if "batch_size" not in command.line.placeholders:
             batch_size = measure.batch_size(rank)
-            today = replace(today, batch_size=batch_size, accumulation_steps=batches_in(per_step, batch_size))
+            # Where the script's own batches vary, they are counted, not their samples.
+            counts_batches = "batch_size" in command.unsettable and least == most
+            num_batches = round(least) if counts_batches else batches_in(per_step, batch_size)
+            today = replace(today, batch_size=batch_size, accumulation_steps=num_batches)
         elif "accumulation_steps" not in command.line.placeholders:
             today = replace(today, accumulation_steps=batches_in(per_step, today.batch_size))
         if "precision" not in command.line.placeholders:

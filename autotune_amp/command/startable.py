@@ -21,7 +21,7 @@ _LAUNCHERS = ("torchrun", "accelerate", "deepspeed")  # their options before the
 _WRAPPERS = ("env", "nice", "nohup", "time", "uv", "run")  # before a program, in the same folder
 _PATH_VARIABLE = "PYTHONPATH="
 # A line of a shell script that sets the variable without its former value, outside of a comment.
-_REPLACED_PATH = re.compile(r"^[^#\n]*\bPYTHONPATH=(?![^\n;&]*\$\{?PYTHONPATH\b).*", re.MULTILINE)
+_REPLACED_PATH = re.compile(r"^[^#\n]*\bPYTHONPATH=(?!(?:\$\([^\n]*\)|[^\n;&])*\$\{?PYTHONPATH\b).*", re.MULTILINE)
 # Beginnings of arguments by which a launcher looks for the script in other folders than this process would.
 _PATH_CHANGES = (_PATH_VARIABLE, "-C", "--chdir", "--directory")
 # Python's -c and -m after its options without a value; the code or the module may be joined to them.

@@ -141,6 +141,8 @@ class AutotuneTrainer(Trainer):
         if self._attached_model is not None:
             self.controller.detach()
             self._make_controller()
+            if self.is_in_train:
+                self.controller.open()
         return super().call_model_init(trial)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:

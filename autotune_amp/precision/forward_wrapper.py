@@ -447,9 +447,10 @@ def _patched_class(original: type[nn.Module]) -> type[nn.Module]:
                 rest[0] = dict(rest[0])
                 if not any(wrappers):
                     _restore_forward(rest[0])
-        if not any(wrappers):
-            # Loadable without autotune_amp. pickle takes no bare `build` of another class than that of self.
-            return functools.partial(build, *arguments), (), *rest
+        if not any(wrappers):  # loadable without autotune_amp
+            if build.__name__.startswith("__newobj"):  # whose class pickle compares with that of self
+                build, arguments = functools.partial(build, *arguments), ()
+            return build, arguments, *rest
         return _rebuild_with_wrappers, (build, arguments, wrappers), *rest
 
     def copy_method(name: str) -> Callable[..., Any]:

@@ -171,7 +171,7 @@ def restore(executor: Executor, window: UpdateWindow, saved: ValidatedState | No
     counters = own.counters
     executor.history[:] = saved.history
     executor.pending_requests[:] = counters.pending_requests
-    executor.pins_to_come = tuple(own.pinned)
+    executor.pins_to_come, executor.pinned_model = tuple(own.pinned), None
     executor.excluded_attention = ()
     executor.exclude_attention(own.excluded_attention)
     if executor.model is not None:

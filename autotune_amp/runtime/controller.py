@@ -20,7 +20,6 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import MeasuredFlops
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.precision.step_amp import has_gradients
 from autotune_amp.runtime import checkpoint, windows
 from autotune_amp.runtime.end_signal import EndSignal
@@ -345,8 +344,8 @@ class PrecisionController(torch.amp.GradScaler):
             self._executor.model.num_window_passes = window.num_passes
         if window.is_late:
             self._metrics.end_window()
-            skipped = self._scaler.send(window, self._ranks)
-            self._executor.end_window(skipped + window.follows_bad_batch())
+            skipped, follows_bad = self._scaler.send(window, self._ranks), window.follows_bad_batch()
+            self._executor.end_window(skipped if follows_bad is False else skipped + follows_bad)
             # Hysteresis is counted on the host only, so the host must not lag behind.
             self._read_verdicts(0 if self._rule.hysteresis > 1 else LAG_UPDATES)
         else:
@@ -486,8 +485,6 @@ class PrecisionController(torch.amp.GradScaler):
             if not found.is_from_closure:
                 raise InvalidRequestError("A model is attached already.", "Make another controller for another model.")
             self._executor.detach()
-            if found.model is not unwrap(model):  # whose modules have other names
-                self._executor.pins_to_come = self._executor.own_config.pinned_modules
         self._executor.attach(AttachedModel(model, rerun, self._ranks.device))
 
     def detach(self) -> None:
@@ -497,7 +494,7 @@ class PrecisionController(torch.amp.GradScaler):
 
     def open(self) -> None:
         """Handle SIGTERM by `on_signal` again after `close`. A new controller does so already."""
-        if self._on_signal is not None:
+        if self._on_signal is not None and (self._end_signal is None or self._end_signal.is_closed):
             self._end_signal = EndSignal(self._on_signal, self._ranks)
 
     def close(self) -> None:

@@ -36,12 +36,12 @@ class EndSignal:
         self._num_lag_windows = 0 if ranks.device.type == "cpu" else _LAG_WINDOWS
         self._pid = os.getpid()
         self._has_come = False
-        self._is_over = self._is_closed = False
+        self._is_over = self.is_closed = False
         self._before: Any = signal.signal(signal.SIGTERM, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of a handler
         # A process forked from this one must end when asked to. A framework may have put a closed handler back.
-        if os.getpid() != self._pid or self._is_closed:
+        if os.getpid() != self._pid or self.is_closed:
             signal.signal(number, self._before)
             signal.raise_signal(number)
         self._has_come = True  # may be set already if a launcher forwards the same signal
@@ -65,7 +65,7 @@ class EndSignal:
     def close(self) -> None:
         """Restore the previous handler of SIGTERM, which gets a signal that came after the last window."""
         is_unheard = self._has_come and not self._is_over
-        self._is_over = self._is_closed = True
+        self._is_over = self.is_closed = True
         if signal.getsignal(signal.SIGTERM) == self._handle:  # else another handler was set meanwhile
             signal.signal(signal.SIGTERM, self._before)
             if is_unheard:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -16,7 +17,7 @@ from typing import Literal, cast
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan
 from autotune_amp.core.errors import InvalidRequestError, NoRungFitsError, NotPrecisionError
@@ -92,6 +93,7 @@ class Executor:
         self.excluded_attention: tuple[str, ...] = ()  # backends that gave non-finite numbers
         self._switched_off: set[str] = set()  # those of them that the process allowed
         self.pins_to_come = config.pinned_modules  # until a model is attached
+        self.pinned_model: weakref.ref[nn.Module] | None = None  # the model detached last, whose pins are to come
         self.scaler = scaler
         self.metrics = metrics
         self.ranks = ranks
@@ -212,7 +214,7 @@ class Executor:
             **metrics.current_readings(totals),
             is_enabled=not self.is_off,
             is_advisory=self.is_advisory,
-            pinned_modules=model.pinned if model else (),
+            pinned_modules=self.pinned,
             excluded_attention=self.excluded_attention,
             num_updates=totals.num_updates,
             skip_share=totals.num_skips / max(1, totals.num_updates),
@@ -245,6 +247,8 @@ class Executor:
                     self.policy.withdraw(
                         name, "the model's weights or quantized layers in half precision would not multiply"
                     )
+        if self.pinned_model is not None and self.pinned_model() is not model.model:  # its modules have other names
+            self.pins_to_come = own.pinned_modules
         model.pin(self.pins_to_come)
         self.apply()
 
@@ -261,7 +265,7 @@ class Executor:
         if self.model is not None:
             if self._action is not None and self._action.kind in ("diagnose", "probe"):  # which need the model
                 self.drop_action()
-            self.pins_to_come = self.model.pinned
+            self.pins_to_come, self.pinned_model = self.model.pinned, weakref.ref(self.model.model)
             self.model.detach()
             self.model = None
             self.policy.can_rerun = False

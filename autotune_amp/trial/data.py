@@ -187,10 +187,9 @@ def rebuild_loader(loader: DataLoader[Any], num_workers: int | None = None, **se
     kept = {name: getattr(loader, name) for name in names}
     rebuilt = DataLoader(loader.dataset, **{**kept, "num_workers": num_workers, **settings})
     own = {name: value for name, value in vars(loader).items() if name not in vars(rebuilt)}
-    is_left_out = type(loader).__module__.partition(".")[0] in _FRAMEWORKS or "collate_fn" in settings
-    if not (
-        _is_standard_loader(loader) or is_left_out or any(isinstance(v, _BaseDataLoaderIter) for v in own.values())
-    ):
+    keeps_iterator = any(isinstance(value, _BaseDataLoaderIter) for value in own.values())
+    is_of_framework = type(loader).__module__.partition(".")[0] in _FRAMEWORKS
+    if not (_is_standard_loader(loader) or is_of_framework or keeps_iterator or "collate_fn" in settings):
         rebuilt.__class__ = type(loader)
         vars(rebuilt).update(own)
     return rebuilt

@@ -174,9 +174,11 @@ class _Guard:
         if os.path.islink(source) or not os.path.isdir(source):
             self._record_created(target)
             return
+        if self._is_free(target):
+            return
         self._read_created_list()
         for each, _, _ in os.walk(source):
-            if each in self._is_data_by_path or self._is_free(source):
+            if each == source or each in self._is_data_by_path or self._is_free(source):
                 self._record_created(target + each[len(source) :], is_folder=True)
 
     def _record_created(self, path: str, *, is_folder: bool = False) -> None:
@@ -353,15 +355,24 @@ def _is_method_of_data(frame: Any, module: str) -> bool:
     Its local variables are read only if a class of datasets has a method of this name in this module: until 3.12 Python
     then keeps their objects, which are tensors in a training loop, as long as the method runs.
     """
-    modules = filter(None, map(sys.modules.get, (module, *_MODULES_OF_DATA_CLASSES)))
-    named = [vars(each).get(name) for each in modules for name in _DATA_CLASSES]
-    kinds = [kind for kind in named if isinstance(kind, type)]
+    is_possible = _may_be_method_of_data(frame.f_code, module)
+    return is_possible and isinstance(frame.f_locals.get("self"), tuple(_data_classes(module)))
+
+
+@functools.cache  # a file may be created for each sample
+def _may_be_method_of_data(code: Any, module: str) -> bool:
+    kinds = _data_classes(module)
     for kind in kinds:  # which grows
         kinds += type.__subclasses__(kind)
-    for kind in kinds:
-        if any(base.__module__ == module and frame.f_code.co_name in vars(base) for base in kind.__mro__):
-            return isinstance(frame.f_locals.get("self"), tuple(kinds))
-    return False
+    bases = {base for kind in kinds for base in kind.__mro__}
+    return any(base.__module__ == module and code.co_name in vars(base) for base in bases)
+
+
+def _data_classes(module: str) -> list[type]:
+    """Return the base classes of datasets: those of the libraries, and of this module's own."""
+    modules = filter(None, map(sys.modules.get, (module, *_MODULES_OF_DATA_CLASSES)))
+    named = [vars(each).get(name) for each in modules for name in _DATA_CLASSES]
+    return [kind for kind in named if isinstance(kind, type)]
 
 
 def is_standard(path: str, folder: str) -> bool:

@@ -26,7 +26,9 @@ def turn_off(channel: Channel) -> None:
 
 
 def _set_mode(module: Any, name: str, mode: str) -> None:
-    original = getattr(module, name)
+    original = getattr(module, name, None)
+    if original is None:  # an old version, or another module of that name
+        return
 
     @functools.wraps(original)
     def begin(*args: Any, **kwargs: Any) -> Any:
