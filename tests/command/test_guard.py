@@ -363,6 +363,10 @@ made = tempfile.mkdtemp()
 os.mkdir(made + '/inner')
 open(made + '/inner/state', 'w').close()
 shutil.move(made, 'moved')
+os.mkdir('unpacked')
+subprocess.run(['mkdir', 'unpacked/data'])
+os.rename('unpacked/data', 'data')
+open('data/labels', 'w').close()
 print('went on')
 """
 
@@ -377,6 +381,7 @@ def test_a_folder_that_is_renamed_is_moved_with_all_that_is_in_it(
     names = ("model", "optimizer/state", "rank/state")
     assert all((study / "aside" / "out" / "checkpoint" / name).exists() for name in names)
     assert (study / "aside" / "moved" / "inner" / "state").exists()
+    assert (study / "aside" / "data" / "labels").exists()
 
 
 def test_a_script_that_writes_where_it_is_runs_in_a_folder_of_its_own(

@@ -100,6 +100,7 @@ def test_a_path_of_python_s_before_the_program_has_the_agent_first(path: str) ->
         ('export PYTHONPATH="src"\nexport PYTHONPATH=$PYTHONPATH:more', False),
         ("PYTHONPATH=src:$PYTHONPATH python train.py", True),
         ('export PYTHONPATH="$PWD/my src:${PYTHONPATH:-}"', True),
+        ('export PYTHONPATH="$(cd "$(dirname "$0")/.." && pwd):$PYTHONPATH"', True),
         ("PYTHONPATH+=:src\nMY_PYTHONPATH=src\n# PYTHONPATH=src", True),
     ],
 )

@@ -18,8 +18,9 @@ def _in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mode_that_a_script_gives_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "swanlab.py").write_text("def init(project, mode): return f'{project} {mode}'")
     (tmp_path / "neptune.py").write_text("def init_run(project, mode): return f'{project} {mode}'")
+    (tmp_path / "wandb.py").write_text("")  # another module of that name
     (tmp_path / "train.py").write_text("""
-import neptune
+import neptune, wandb
 from swanlab import init
 print(init("mine", mode="cloud"), neptune.init_run(project="mine", mode="async"))
 """)

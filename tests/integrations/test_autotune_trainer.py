@@ -177,6 +177,7 @@ def test_a_signal_is_heard_during_each_training_and_left_alone_outside(tmp_path:
     try:
         options = {"on_signal": lambda: heard.append("saved")}
         run = trainer(fp16(), tmp_path, rows(BATCH), max_steps=1, controller_options=options)
+        run.model_init = lambda: type(run.model)()  # a new model for each training, and so a new controller
         run.add_callback(Ending)
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)

@@ -370,3 +370,6 @@ def test_pins_that_a_diagnosis_found_outlast_a_detached_model() -> None:
     assert steered.config.pinned_modules == tuple(steered.state_dict()["autotune_amp"]["pinned"]) == ("wo",)
     steered.attach(model)
     assert steered.status().pinned_modules == ("wo",)
+    steered.detach()
+    steered.attach(nn.Sequential(nn.Linear(2, 2)))
+    assert steered.status().pinned_modules == (), "its modules have other names"
