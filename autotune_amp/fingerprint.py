@@ -162,7 +162,7 @@ def version(root: str) -> str | None:
     """
     stated = getattr(sys.modules.get(root), "__version__", None)
     installed = installed_version(root)
-    return stated if isinstance(stated, str) and installed is not None else installed
+    return str(stated) if isinstance(stated, str) and installed is not None else installed  # torch's is a subclass
 
 
 def installed_version(root: str) -> str | None:
