@@ -246,6 +246,10 @@ COUNT = (
 DO_NOT_COUNT = ("CUDA_MODULE_LOADING", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_RUN_ID", "HOME")
 
 
+def test_the_version_of_a_loaded_library_is_plain_text() -> None:
+    assert {type(version) for version in fingerprint.versions().values()} == {str}, "torch's own is a subclass"
+
+
 def test_a_device_without_a_name_is_known_by_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     unseen = DeviceIdentity(type="xpu", name="unknown", num_cpus=2, total_memory_bytes=0)
     here = whole(unseen)
