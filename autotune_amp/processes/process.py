@@ -302,12 +302,16 @@ class Process:
         while chunk := os.read(self._popen.stderr.fileno(), 1 << 16):
             text = chunk.decode(errors="replace")
             self._tail.append(text)
-            is_waiting = True
-            while is_waiting:
-                is_waiting = not self._is_ending
-                with contextlib.suppress(queue.Full):
-                    self._output_chunks.put(text, block=is_waiting, timeout=TICK_SECONDS)
-                    break
+            while not self._has_queued(text) and not self._is_ending:
+                pass
+
+    def _has_queued(self, text: str) -> bool:
+        """Whether there was room for printed text in the queue within a tick."""
+        try:
+            self._output_chunks.put(text, timeout=TICK_SECONDS)
+        except queue.Full:
+            return False
+        return True
 
 
 def _failure_from_evidence(evidence: RunEvidence) -> Failure:
