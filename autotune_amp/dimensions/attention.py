@@ -83,11 +83,14 @@ class _Attention(Variant):
         torch._C._set_sdp_priority_order([_number(name) for name in _preferring(value)])
         if value == "math":  # on CPUs PyTorch ignores the order
             switch_off(FUSED_BACKENDS)
-        forget_compiled_attention()
+        if backends_in_use() != before:
+            forget_compiled_attention()
 
         def undo() -> None:
+            changed = backends_in_use()
             before.set()
-            forget_compiled_attention()
+            if changed != before:
+                forget_compiled_attention()
 
         return undo
 
@@ -185,29 +188,35 @@ def calls_attention(live: LiveTraining) -> bool:
         for module in live.modules
     ):
         return True
-    classes = {base for module in live.modules for base in type(module).__mro__ if not _is_of_torch(base)}
-    seen: set[FunctionType] = set()
-    members = (inspect.unwrap(member) for each in classes for member in vars(each).values() if callable(member))
-    return any(_names_attention(member, seen) for member in members if isinstance(member, FunctionType))
+    classes = {base for module in live.modules for base in type(module).__mro__}
+    seen: set[type | FunctionType] = set()
+    return any(_names_attention(each, seen) for each in classes)
 
 
-def _names_attention(function: FunctionType, seen: set[FunctionType]) -> bool:
+def _names_attention(value: type | FunctionType, seen: set[type | FunctionType]) -> bool:
+    """Return whether a function's code, or that of a method of a class, names the function or another one that does.
+
+    Models of Diffusers compute attention in an object of a class that is no module. A class of modules that code names
+    does not count, since the model's own are searched anyway. What is in `seen` is not searched.
+    """
     import torch
 
-    if function in seen or _is_of_torch(function):
+    if value in seen or _is_of_torch(value):
         return False
-    seen.add(function)
-    names = set(_names(function.__code__))
+    seen.add(value)
+    if isinstance(value, type):
+        members = [inspect.unwrap(member) for member in vars(value).values() if callable(member)]
+        return any(_names_attention(member, seen) for member in members if isinstance(member, FunctionType))
+    names = set(_names(value.__code__))
     if _FUNCTION in names:
         return True
-    found = [function.__globals__[name] for name in names if name in function.__globals__]
-    modules = [value for value in found if isinstance(value, ModuleType) and not value.__name__.startswith("torch")]
+    found = [value.__globals__[name] for name in names if name in value.__globals__]
+    modules = [each for each in found if isinstance(each, ModuleType) and not each.__name__.startswith("torch")]
     found += [vars(module)[name] for module in modules for name in names if name in vars(module)]
-    return any(
-        value is torch.nn.functional.scaled_dot_product_attention
-        or (isinstance(value, FunctionType) and _names_attention(value, seen))
-        for value in found
-    )
+    if any(each is torch.nn.functional.scaled_dot_product_attention for each in found):
+        return True
+    named = [each for each in found if isinstance(each, type | FunctionType)]
+    return any(_names_attention(each, seen) for each in named if not _is_module(each))
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -215,6 +224,12 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def _is_module(value: type | FunctionType) -> bool:
+    from torch import nn
+
+    return isinstance(value, type) and issubclass(value, nn.Module)
 
 
 def _is_of_torch(value: Any) -> bool:

@@ -75,10 +75,10 @@ def load_notes() -> tuple[str, ...]:
     return (f"The machine is busy with other work: load average {load:.1f} on {num_cores} CPUs; rates may be too low.",)
 
 
-# Files with a cgroup's limit and usage, and the line of memory.stat with its page cache: in version 2, in version 1.
+# Files with a cgroup's limit and usage, and what the lines of memory.stat begin with: in version 2, in version 1.
 _MEMORY_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("memory.max", "memory.current", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
 
 
@@ -97,13 +97,14 @@ def container_memory(root: Path = Path("/")) -> ContainerMemory | None:
     """
     levels = []
     for folder in _cgroup_folders(root, "memory"):
-        for limit_file, usage_file, cache_line in _MEMORY_FILES:
+        for limit_file, usage_file, prefix in _MEMORY_FILES:
             limit, usage = _read_text(folder / limit_file).strip(), _read_text(folder / usage_file).strip()
             # Without a limit there is "max" or, in version 1, a number beyond any memory; or the folder does not exist.
             if limit.isdigit() and usage.isdigit() and int(limit) < total_memory_bytes():
                 stat = dict(line.split(None, 1) for line in _read_text(folder / "memory.stat").splitlines())
                 # Usage includes the page cache, which can be freed: after reading a large dataset all would seem used.
-                used = int(usage) - int(stat.get(cache_line, 0))
+                # What was read twice is active.
+                used = int(usage) - sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
                 levels.append(ContainerMemory(int(limit), min(int(limit), max(0, int(limit) - used))))
     return ContainerMemory(*map(min, zip(*levels, strict=True))) if levels else None
 

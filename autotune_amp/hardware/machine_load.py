@@ -287,7 +287,8 @@ def load_warnings(load: LoadEvidence | None, remedy: str = "search again with --
         busiest = "; ".join(f"{p.name}, pid {p.pid}: {p.num_cores:.2f}" for p in load.busiest)
         warnings.append(
             f"The machine was busy: other processes used {load.others_num_cores or 0.0:.2f} of {load.num_cpus} cores "
-            f"({busiest}). Stop them and {remedy} for a more reliable result; without them training may be faster."
+            f"({busiest or 'in other containers or hidden from you'}). Stop them and {remedy} for a more reliable "
+            "result; without them training may be faster."
         )
     if load.is_stolen:
         warnings.append(f"The hypervisor gave {100 * (load.stolen_share or 0.0):.0f} % of the CPU time to others.")

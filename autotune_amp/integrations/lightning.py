@@ -74,7 +74,7 @@ from torchmetrics import Metric
 from autotune_amp.core.config import AmpConfig, DemotedError
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
-from autotune_amp.core.setting import Setting
+from autotune_amp.core.setting import DEFAULTS, Setting
 from autotune_amp.dimensions.prepare import prepare
 from autotune_amp.integrations.bridge import (
     AccumulationWindow,
@@ -157,11 +157,14 @@ class AutotunePrecision(Precision):
         """
         module = unwrap(model)
         assert isinstance(module, LightningModule)
-        prepare(self.config, module, optimizers)
+        # Validation, tests and predictions have no optimizer, and no window at whose end SIGTERM could be handled.
+        is_trained = module.trainer.state.fn == TrainerFn.FITTING
+        setting = Setting.of(self.config)
+        if not is_trained:
+            setting = msgspec.structs.replace(setting, optimizer_impl=DEFAULTS["optimizer_impl"])
+        prepare(setting, module, optimizers)
         saved_state = self._controller.state_dict() if self._controller is not None and self._module is module else None
         self._module = module
-        # Validation, tests and predictions have no window at whose end SIGTERM could be handled.
-        is_trained = module.trainer.state.fn == TrainerFn.FITTING
         options = self._options if is_trained else self._options | {"on_signal": None}
         self._controller = PrecisionController(self.config, module.trainer.strategy.root_device, **options)
         self._window = AccumulationWindow(self._controller)

@@ -61,7 +61,8 @@ class StepAmp(torch.amp.GradScaler):
         self._last_total = torch.zeros(())
         self.num_calls = self.num_autocasts = self.num_scalings = self.num_steps = self.num_updates = 0
         self.losses: list[Tensor] = []
-        self._scale_was_read = False
+        self._has_scaled = False  # since the last update
+        self._scale_was_read = False  # after a loss was scaled
         self._stepped: dict[int, Any] = {}  # by optimizer: whether it has stepped since the last update
         self._on_step: list[tuple[Callable[[], object], int | None]] = []
 
@@ -74,7 +75,7 @@ class StepAmp(torch.amp.GradScaler):
         """Start recording a call of `train_step`."""
         self.num_calls += 1
         self.losses = []
-        self._scale_was_read = False
+        self._has_scaled = self._scale_was_read = False
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return a new autocast context for a forward pass."""
@@ -123,6 +124,7 @@ class StepAmp(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Multiply `outputs` by the loss scale, and record the losses in them."""
         self.num_scalings += 1
+        self._has_scaled = True
         if not self._scale_was_read:  # after it was read, the loss may be a gradient penalty, which may overflow itself
             losses = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
             self.losses += [loss.detach().sum(dtype=torch.float32) for loss in losses]
@@ -130,7 +132,7 @@ class StepAmp(torch.amp.GradScaler):
 
     def get_scale(self) -> float:
         """Return the current loss scale, 1.0 if the loss is not scaled. Synchronizes with the device."""
-        self._scale_was_read = self.num_scalings > 0
+        self._scale_was_read = self._has_scaled
         return super().get_scale()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -203,7 +205,7 @@ class StepAmp(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the step: set the loss scale to `new_scale`, or adapt it by GradScaler's rule."""
         self.num_updates += 1
-        self._scale_was_read = False
+        self._has_scaled = self._scale_was_read = False
         states = self._per_optimizer_states if self._enabled else {}
         if self._enabled and new_scale is None and not any(state["found_inf_per_device"] for state in states.values()):
             states.clear()  # no optimizer had gradients: the scale is not adapted

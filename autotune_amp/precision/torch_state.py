@@ -31,6 +31,7 @@ _BACKEND_FLAGS = (
     "mkldnn.enabled",
     "cuda.matmul.allow_fp16_reduced_precision_reduction",
     "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cuda.matmul.allow_fp16_accumulation",
 )
 # Kernels that scaled_dot_product_attention may use.
 _ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
@@ -60,7 +61,8 @@ def set_flags(precision: Precision) -> None:
     Uses torch's older setters, which set the flags of its newer interface too, so that user code may read either.
     """
     is_tf32 = MODES[precision].uses_tf32
-    _BACKENDS.fp32_precision = "none"  # the newer interface's root flag would override the older setters
+    _BACKENDS.fp32_precision = "none"  # the newer interface's root flag would override the older setters,
+    _BACKENDS.cudnn.fp32_precision = "none"  # and so would cuDNN's in convolutions and RNNs
     torch.set_float32_matmul_precision("high" if is_tf32 else "highest")
     _BACKENDS.cudnn.allow_tf32 = is_tf32
     # No precision uses the reduced modes of oneDNN for fp32 on CPUs.
@@ -166,8 +168,9 @@ def apply(state: dict[str, Any]) -> None:
     torch.use_deterministic_algorithms(state["deterministic_algorithms"], warn_only=state["deterministic_warn_only"])
     torch.set_default_dtype(getattr(torch, state["default_dtype"]))
     for flag in _BACKEND_FLAGS:
-        owner, _, name = flag.rpartition(".")
-        setattr(attrgetter(owner)(_BACKENDS), name, state[flag])
+        if attrgetter(flag)(_BACKENDS) != state[flag]:  # setting one may set another, such as that for split-k
+            owner, _, name = flag.rpartition(".")
+            setattr(attrgetter(owner)(_BACKENDS), name, state[flag])
     for kernel in _ATTENTION_KERNELS:
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(state[f"cuda.{kernel}_sdp"])
     torch._C._set_sdp_priority_order(state["sdp_priority_order"])

@@ -26,6 +26,7 @@ from autotune_amp.trial.training import make_training
 from autotune_amp.trial.worker import supported_values
 
 BF16 = Setting(precision="bf16", batch_size=4)
+FLASH = AmpConfig(precision="fp32", batch_size=4, attention="flash")
 attend = nn.functional.scaled_dot_product_attention
 
 
@@ -53,6 +54,30 @@ class Block(nn.Module):
         return (attend(hidden, hidden, hidden, dropout_p=self.dropout) if self.dropout else helper(hidden))[:, 0]
 
 
+class Processor:
+    """Computes attention for a module, as in Diffusers, which names the class."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return attend(hidden, hidden, hidden)
+
+
+class Processed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.processor = Processor()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.processor(self.linear(hidden)[:, None])[:, 0]
+
+
+class Unattending(nn.Module):
+    """Names a class of modules that attend, of which it has none."""
+
+    def has_blocks(self) -> bool:
+        return any(isinstance(module, Block) for module in self.modules())
+
+
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -76,6 +101,8 @@ def live(model: nn.Module, device: str = "cpu") -> LiveTraining:
 def test_values_are_supported_where_the_model_attends_and_the_device_has_them() -> None:
     assert set(supported_values(live(nn.Sequential(Block()), "cuda"))["attention"].values()) == {None}
     assert set(supported_values(live(nn.MultiheadAttention(8, 2), "cuda"))["attention"].values()) == {None}
+    assert set(supported_values(live(Processed(), "cuda"))["attention"].values()) == {None}
+    assert "no module" in str(supported_values(live(Unattending()))["attention"]["math"])
     on_cpu = supported_values(live(Block()))["attention"]
     assert (on_cpu["flash"], on_cpu["math"]) == (None, None)
     assert "CUDA" in str(on_cpu["cudnn"])
@@ -111,8 +138,7 @@ def test_a_trial_runs_the_backend_that_it_names_or_fails_and_leaves_nothing_behi
 
 
 def test_a_run_prefers_the_backend_and_does_not_end_where_it_cannot_be_used() -> None:
-    config = AmpConfig(precision="fp32", batch_size=4, attention="flash")
-    model, _ = prepare(config, Block(dropout=0.1), None)
+    model, _ = prepare(FLASH, Block(dropout=0.1), None)
     assert torch._C._get_sdp_priority_order()[0] == 1  # SDPBackend.FLASH_ATTENTION
     assert not is_flash(model)  # dropout, which FlashAttention does not support on a CPU
 
@@ -126,6 +152,14 @@ def test_compiled_code_follows_the_backend() -> None:
     assert not is_flash(compiled)
     undo()
     assert is_flash(compiled)
+
+
+def test_what_is_compiled_stays_where_the_backend_is_preferred_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(FLASH, Block(), None)
+    resets: list[None] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(None))
+    prepare(FLASH, Block(), None)
+    assert resets == []
 
 
 def test_it_is_compared_with_fp32_and_plain_pytorch_has_lines_for_it() -> None:

@@ -21,21 +21,23 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def v2(folder: str, limit: int | str, usage: int, inactive_file: int = 0) -> dict[str, str]:
+def v2(folder: str, limit: int | str, usage: int, inactive_file: int = 0, active_file: int = 0) -> dict[str, str]:
     base = f"sys/fs/cgroup/{folder}".rstrip("/")
     return {
         f"{base}/memory.max": f"{limit}\n",
         f"{base}/memory.current": f"{usage}\n",
-        f"{base}/memory.stat": f"anon 5\ninactive_file {inactive_file}\n",
+        f"{base}/memory.stat": f"anon 5\ninactive_file {inactive_file}\nactive_file {active_file}\n",
     }
 
 
-def v1(folder: str, limit: int, usage: int, inactive_file: int = 0) -> dict[str, str]:
+def v1(folder: str, limit: int, usage: int, inactive_file: int = 0, active_file: int = 0) -> dict[str, str]:
     base = f"sys/fs/cgroup/memory/{folder}".rstrip("/")
     return {
         f"{base}/memory.limit_in_bytes": f"{limit}\n",
         f"{base}/memory.usage_in_bytes": f"{usage}\n",
-        f"{base}/memory.stat": f"cache 5\ninactive_file 0\ntotal_inactive_file {inactive_file}\n",
+        f"{base}/memory.stat": (
+            f"cache 5\ninactive_file 0\ntotal_inactive_file {inactive_file}\ntotal_active_file {active_file}\n"
+        ),
     }
 
 
@@ -66,6 +68,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         (own("slice/job") | v2("slice", 8 * GIB, 7 * GIB) | v2("slice/job", 4 * GIB, GIB), (4, 1)),
         (own("") | v2("", 2 * GIB, GIB), (2, 1)),  # inside a container the limit stands at the top
         (own("job") | v2("job", 4 * GIB, 4 * GIB, inactive_file=3 * GIB), (4, 3)),  # page cache can be dropped
+        (own("job") | v2("job", 4 * GIB, 4 * GIB, GIB, active_file=2 * GIB), (4, 3)),  # also what was read twice
+        (own_v1("job") | v1("job", 4 * GIB, 4 * GIB, GIB, active_file=2 * GIB), (4, 3)),
         (own_v1("uid/job") | v1("uid/job", 4 * GIB, GIB) | v1("", UNLIMITED, 9 * GIB), (4, 3)),
         (own_v1("uid/job") | v1("uid", 8 * GIB, 7 * GIB, 2 * GIB) | v1("uid/job", UNLIMITED, GIB), (8, 3)),
         (own_v1("docker/1") | v1("", 4 * GIB, GIB), (4, 3)),

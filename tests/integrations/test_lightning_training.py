@@ -198,7 +198,7 @@ def test_a_run_without_a_rung_left_saves_a_checkpoint_before_it_stops(tmp_path: 
 
 
 def test_what_the_config_says_of_model_and_optimizer_is_set_up(tmp_path: Path) -> None:
-    from lightning_samples import Net, loader, trainer
+    from lightning_samples import Net, Validated, loader, trainer
 
     from autotune_amp.integrations.lightning import trainer_arguments
 
@@ -210,6 +210,7 @@ def test_what_the_config_says_of_model_and_optimizer_is_set_up(tmp_path: Path) -
     assert are_finite(net)
     again = trainer(tmp_path, **trainer_arguments(config))
     again.fit(net, loader())  # is so already
+    trainer(tmp_path, **trainer_arguments(config)).validate(Validated(), loader(1))  # which has no optimizer
 
 
 def test_a_run_that_ended_leaves_the_model_and_the_handling_of_signals_as_found(tmp_path: Path) -> None:

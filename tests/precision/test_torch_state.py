@@ -43,11 +43,13 @@ def flags():
 
 strict = {}
 for precision in precisions:
-    for before in ("tf32 everywhere", "bf16 in oneDNN", "as found"):
+    for before in ("tf32 everywhere", "tf32 in cuDNN", "bf16 in oneDNN", "as found"):
         torch_state.apply(first)
         if before == "tf32 everywhere":
             torch.backends.fp32_precision = "tf32"
             torch.backends.cuda.matmul.fp32_precision = "tf32"
+        elif before == "tf32 in cuDNN":
+            torch.backends.cudnn.fp32_precision = "tf32"
         elif before == "bf16 in oneDNN":
             for operation in ("matmul", "conv", "rnn"):
                 getattr(torch.backends.mkldnn, operation).fp32_precision = "bf16"
@@ -73,6 +75,7 @@ CHANGES = {
     "torch.backends.cuda.matmul.fp32_precision = 'tf32'": "cuda.matmul.fp32_precision",
     "torch.backends.fp32_precision = 'tf32'": "cuda.matmul.fp32_precision",
     "torch.backends.cudnn.benchmark = True": "cudnn.benchmark",
+    "torch.backends.cuda.matmul.allow_fp16_accumulation = True": "cuda.matmul.allow_fp16_accumulation",
     "torch.use_deterministic_algorithms(True)": "deterministic_algorithms",
     "torch.set_default_dtype(torch.bfloat16)": "default_dtype",
 }
@@ -94,7 +97,7 @@ def test_a_changed_state_is_seen_and_can_be_taken_over(said: Any) -> None:
 
 @pytest.mark.slow
 def test_strict_flags_are_set_everywhere_and_can_be_read_either_way(said: Any) -> None:
-    assert len(said[1]) == 3 * len(PRECISIONS)
+    assert len(said[1]) == 4 * len(PRECISIONS)
     for case, (leaves, legacy, matmul) in said[1].items():
         is_tf32 = case.startswith("tf32,")
         assert leaves.keys() == set(FP32_PRECISION_FLAGS)

@@ -104,6 +104,23 @@ def test_steps_taken_and_skipped_are_the_controllers(precision: Precision) -> No
         assert [True, False, False] in expected[0]
 
 
+def test_the_loss_of_each_call_is_seen_also_where_the_scale_is_read_before_it() -> None:
+    _, amp = scalers("fp16")
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    totals = []
+    for factor in (1.0, 2.0):
+        amp.begin()
+        amp.get_scale()  # to log it
+        amp.backward(factor * net(torch.ones(1, 2)).mean())
+        amp.get_scale()  # for a penalty on the gradients
+        amp.scale(torch.ones(()))
+        totals.append(float(amp.total_loss(needs_autocast=False)))
+        amp.step(optimizer)
+        amp.update()
+    assert totals[1] == pytest.approx(2 * totals[0])
+
+
 def test_optimizers_step_together_or_not_at_all() -> None:
     _, amp = scalers("fp16")
     nets = [nn.Linear(2, 1) for _ in range(2)]
