@@ -226,7 +226,7 @@ class _OwnLoopTimer:
             self._report(0, group.step_seconds)
         elif group.has_compiled and sum(compiled.num_steps for compiled in self._compiled) < MAX_COMPILING_STEPS:
             self._compiled.append(group)
-            self._report(0, group.step_seconds)
+            self._report(len(self._groups) * spec.num_steps_per_report, group.step_seconds)
         else:
             self._groups.append(group)
             self._report(len(self._groups) * spec.num_steps_per_report, group.step_seconds)
