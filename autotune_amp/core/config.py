@@ -239,7 +239,7 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
         without_workers = {"dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
         changed = without_workers if self.num_workers == 0 else {}
         decided = training_arguments(self, others)
-        if not str(like.optim).startswith("adamw_torch") and "optim" not in others:
+        if like.optim not in ("adamw_torch", "adamw_torch_fused") and "optim" not in others:
             decided.pop("optim", None)
         return dataclasses.replace(like, **changed | decided)
 
