@@ -71,6 +71,8 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
     data_kind, batch_size, num_samples = data.describe(workload.data)
     started = time.perf_counter()
     model = context.model(device)
+    # Building may have set flags, such as those for TF32. An active autocast is the caller's, in another process.
+    state = {**torch_state.capture(), **torch_state.autocast_of(state)}
     parameters = list(model.parameters())
     if isinstance(model, LoopState):
         trained, live_training = model.trained(), model.live_training(device)
