@@ -61,7 +61,8 @@ class PeakMemory:
         self._template_file_bytes = template_file_bytes
         self._polled_peak_bytes = 0
         if device.type == "cpu":
-            self._earlier_peak_bytes = 0 if _reset_peak() else _peak_resident_bytes()  # of a kept worker's earlier trial
+            # An earlier trial of a kept worker may have reached it.
+            self._earlier_peak_bytes = 0 if _reset_peak() else _peak_resident_bytes()
             model_bytes, self._build_peak_bytes = build_memory or (0, 0)
             self._resident_bytes_before = _resident_bytes() - model_bytes
             if limit_bytes is not None:
