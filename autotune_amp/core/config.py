@@ -15,8 +15,7 @@ import msgspec
 
 from autotune_amp.core.documents import Positive, Whole, decode
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
-from autotune_amp.core.precisions import PRECISIONS as PRECISIONS
-from autotune_amp.core.precisions import Precision as Precision
+from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.core.setting import DEFAULTS, VARIANT_VALUES, Setting
 
 # Smallest number above 0 that fp16 can represent. An fp16 loss starts backward with the loss scale itself as its
