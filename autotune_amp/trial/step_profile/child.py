@@ -31,9 +31,9 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision.modes import MIXED_PRECISIONS
 from autotune_amp.trial.context import Context
-from autotune_amp.trial.failures import raise_if_failed
+from autotune_amp.trial.failures import raise_if_steps_failed
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
-from autotune_amp.trial.judge import MAX_SKIPS, RunEvidence, StepLosses
+from autotune_amp.trial.judge import MAX_SKIPS, StepLosses
 from autotune_amp.trial.observed_steps import CLOSURE_MARK, ObservedTraining, StepEvent
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
 from autotune_amp.trial.timing import num_backoffs, raise_if_no_optimizer_step
@@ -119,7 +119,7 @@ def warm_up(training: BaseTraining) -> None:
         scale = training.loss_scale()
         _step(training, _next_window(training))
         steps.append(StepLosses(is_skipped=num_backoffs(training, scale) > 0))
-        raise_if_failed(RunEvidence(steps=tuple(steps), goes_on=True))
+        raise_if_steps_failed(steps, goes_on=True)
         if len(steps) >= NUM_WARMUP_STEPS + MAX_SKIPS:
             raise_if_no_optimizer_step(training, len(steps))
 
