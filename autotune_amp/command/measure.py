@@ -15,7 +15,7 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.ranks import failure_of_rank
 from autotune_amp.trial.jobs import MAX_FALLING_SECONDS, NUM_WARMUP_STEPS, Trial, stop_reason
-from autotune_amp.trial.judge import RunEvidence, judge
+from autotune_amp.trial.judge import failure_from_memory, failure_from_steps
 
 NUM_FIRST_STEPS = 8  # steps whose losses and tokens are kept: small differences grow from step to step
 MIN_NUM_INTERVALS = 2  # the least from which an interval of the step time can be given
@@ -71,7 +71,7 @@ def predicted_measurement_seconds(events: RunEvents, began: float) -> float | No
 
 
 def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int) -> Measurement | Failure:
-    """Return the measurement of a run, or the `Failure` that `judge` finds in the losses or the memory of a rank.
+    """Return the measurement of a run, or the `Failure` that shows in the losses or the memory of a rank.
 
     Samples and tokens per second are those of all ranks, in the step time of the slowest. Memory is that of all ranks
     together on a CPU, and of the largest rank on an accelerator. On a CPU the reserved memory is `memory_bytes`, that
@@ -92,11 +92,11 @@ def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int
     reserved_bytes = max(reserved) if reserved else max(memory_bytes, sum(peaks))
     # On a CPU the limit was already enforced while the run was going on.
     limit_bytes = None if trial.device == "cpu" else trial.memory_limit_bytes
-    if failure := judge(RunEvidence(memory_bytes=reserved_bytes, memory_limit_bytes=limit_bytes)):
+    if failure := failure_from_memory(reserved_bytes, limit_bytes):
         return failure
     for each in events.ranks.values():
         for steps in each.warm_losses:
-            if failure := judge(RunEvidence(steps=steps)):
+            if failure := failure_from_steps(steps):
                 return failure_of_rank(failure, each.rank, each.world)
     first = rank.primary_steps[0].time - began
     first_steps = min(events.ranks.values(), key=lambda each: each.rank).primary_steps[:NUM_FIRST_STEPS]

@@ -1,5 +1,5 @@
 """Verdict on a run of a command: measured, failed, or still running. Collects the evidence of its processes for
-`judge`, and adds advice to a failure. Pure.
+`trial.judge`, and adds advice to a failure. Pure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from autotune_amp.core.outcome import Failure
 from autotune_amp.core.text import count
 from autotune_amp.processes.ranks import failure_of_rank
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
-from autotune_amp.trial.judge import RaisedError, RunEvidence, causing_failure, judge, printed_error
+from autotune_amp.trial.judge import (
+    RaisedError,
+    causing_failure,
+    failure_from_error,
+    failure_from_exit,
+    failure_from_memory,
+    printed_error,
+)
 
 # Errors that launchers raise when a rank fails: reported only if no rank sent its own error.
 _LAUNCHER_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
@@ -65,11 +72,12 @@ def verdict(
         return causing_failure(_error_failures(events, state))
     for rank in events.ranks.values():
         num_ooms = max((step.num_ooms for step in rank.steps), default=0)
-        if failure := judge(RunEvidence(num_ooms=num_ooms)):
-            return failure_of_rank(failure, rank.rank, rank.world)
+        if num_ooms:
+            caught = Failure(kind="oom", message=f"it ran out of memory {num_ooms} times, but continued")
+            return failure_of_rank(caught, rank.rank, rank.world)
     if is_enough:
         return "measured"
-    if failure := judge(RunEvidence(memory_bytes=state.memory_bytes, memory_limit_bytes=memory_limit_bytes)):
+    if failure := failure_from_memory(state.memory_bytes, memory_limit_bytes):
         return failure
     if state.status is not None:
         return _exit_verdict(events, state)
@@ -155,13 +163,7 @@ def _error_failure(error: Error, state: RunState) -> Failure:
         traceback=error.traceback,
         free_memory_share=error.free_memory_share,
     )
-    return _judge_ended(RunEvidence(error=raised, is_oom_killed=state.is_oom_killed))
-
-
-def _judge_ended(evidence: RunEvidence) -> Failure:
-    failure = judge(evidence)
-    assert failure is not None  # the evidence contains an error, an exit or a timeout
-    return failure
+    return failure_from_error(raised, is_oom_killed=state.is_oom_killed)
 
 
 def _lost_rank_failure(events: RunEvents, state: RunState) -> Failure:
@@ -171,30 +173,19 @@ def _lost_rank_failure(events: RunEvents, state: RunState) -> Failure:
     pid = events.lost_pids[0]
     by_launcher = re.search(rf"exitcode:? *(-?\d+)\)? .*\(pid: {pid}\)", state.printed)
     by_spawn = re.search(r"process \d+ terminated with signal (\w+)", state.printed)
-    return _judge_ended(
-        RunEvidence(
-            has_ended=True,
-            exit_status=int(by_launcher[1]) if by_launcher else -signal.Signals[by_spawn[1]] if by_spawn else None,
-            process=f"rank {events.rank_by_pid[pid]}",
-            activity="without an error message",
-            output=_tail(state),
-            is_oom_killed=state.is_oom_killed,
-        )
+    return failure_from_exit(
+        int(by_launcher[1]) if by_launcher else -signal.Signals[by_spawn[1]] if by_spawn else None,
+        _tail(state),
+        process=f"rank {events.rank_by_pid[pid]}",
+        activity="without an error message",
+        is_oom_killed=state.is_oom_killed,
     )
 
 
 def _exit_status_failure(events: RunEvents, state: RunState, status: int) -> Failure:
     if events.lost_pids and events.world > 1:
         return _lost_rank_failure(events, state)
-    return _judge_ended(
-        RunEvidence(
-            has_ended=True,
-            exit_status=status,
-            process="the command",
-            output=_tail(state),
-            is_oom_killed=state.is_oom_killed,
-        )
-    )
+    return failure_from_exit(status, _tail(state), process="the command", is_oom_killed=state.is_oom_killed)
 
 
 def _exit_verdict(events: RunEvents, state: RunState) -> Literal["measured"] | Failure:
@@ -236,7 +227,7 @@ def _timeout_failure(events: RunEvents, state: RunState, deadlines: Deadlines) -
     if 0 < len(silent) < len(events.rank_by_pid):
         message += "; " + " and ".join(f"rank {events.rank_by_pid[pid]}" for pid in sorted(silent)) + " hangs"
     output = _stacks(events, silent) or _tail(state)
-    return _judge_ended(RunEvidence(overdue=message, output=output, is_loading=is_loading))
+    return Failure(kind="timeout", message=message, details=output, is_loading=is_loading)
 
 
 def _reason_without_steps(events: RunEvents) -> str:

@@ -228,10 +228,10 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
 
         arguments: list[str] = []
         for argument in self.arguments:
-            filled = with_paths(self._fill(argument, values))
+            filled = self._fill(argument, values)
             whole = _BRACES.fullmatch(argument)
             has_choices = whole is not None and _choices_text(whole) is not None
-            arguments += shlex.split(filled) if has_choices else [filled]
+            arguments += map(with_paths, shlex.split(filled) if has_choices else [filled])  # a path may have blanks
         return tuple(arguments), {
             paths[file]: with_paths(self._fill(text, values, is_file=True)) for file, text in self.files.items()
         }

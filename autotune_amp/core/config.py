@@ -15,8 +15,7 @@ import msgspec
 
 from autotune_amp.core.documents import Positive, Whole, decode
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
-from autotune_amp.core.precisions import PRECISIONS as PRECISIONS
-from autotune_amp.core.precisions import Precision as Precision
+from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.core.setting import DEFAULTS, VARIANT_VALUES, Setting
 
 # Smallest number above 0 that fp16 can represent. An fp16 loss starts backward with the loss scale itself as its
@@ -239,7 +238,7 @@ class AmpConfig(Setting, frozen=True, kw_only=True, forbid_unknown_fields=True):
         without_workers = {"dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
         changed = without_workers if self.num_workers == 0 else {}
         decided = training_arguments(self, others)
-        if not str(like.optim).startswith("adamw_torch") and "optim" not in others:
+        if like.optim not in ("adamw_torch", "adamw_torch_fused") and "optim" not in others:
             decided.pop("optim", None)
         return dataclasses.replace(like, **changed | decided)
 

@@ -164,6 +164,11 @@ def apply(state: dict[str, Any]) -> None:
     torch.set_num_threads(state["num_threads"])
     if torch.get_num_interop_threads() != state["num_interop_threads"]:
         torch.set_num_interop_threads(state["num_interop_threads"])
+    apply_flags(state)
+
+
+def apply_flags(state: dict[str, Any]) -> None:
+    """Set this process's state to one that `capture` returned, except autocast and the numbers of threads."""
     apply_fp32_flags(state)
     torch.use_deterministic_algorithms(state["deterministic_algorithms"], warn_only=state["deterministic_warn_only"])
     torch.set_default_dtype(getattr(torch, state["default_dtype"]))
@@ -194,6 +199,11 @@ def _legacy_matmul_precision() -> str | None:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
         return None
+
+
+def autocast_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a captured state that tell the active autocast of each device type."""
+    return {name: value for name, value in state.items() if name.startswith("autocast.")}
 
 
 def caller_autocast(state: dict[str, Any], device_type: str) -> AbstractContextManager[object]:

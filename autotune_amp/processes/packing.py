@@ -24,17 +24,21 @@ _PROCESS_GROUP_TYPES = (("torch.distributed.tensor", "DTensor"), ("torch.distrib
 
 
 def pack(source: WorkloadSource) -> bytes:
-    """Return the workload as bytes. It is one pickle, so that tied weights and the optimizer's parameters stay shared.
+    """Return the workload as bytes, with the flags of torch in this process, in which its functions are to be called.
+
+    It is one pickle, so that tied weights and the optimizer's parameters stay shared.
 
     A model is sent without its DistributedDataParallel wrapper; `unpack` puts all tensors on the CPU. Raises
     `WorkloadError` with the name of a part that cannot be sent, such as a module compiled in place by `compile()`.
     """
     import torch
 
+    from autotune_amp.precision import torch_state
+
     buffer = io.BytesIO()
     module = _pickle_module()
     try:
-        torch.save(source, buffer, pickle_module=module)
+        torch.save((source, torch_state.capture()), buffer, pickle_module=module)
     except Exception as error:
         path, culprit, reason = "workload", source, error
         for name, part in vars(source).items() if isinstance(source, Workload) else ():
@@ -108,12 +112,17 @@ def _identity(value: Any) -> Any:
 
 
 def unpack(packed: bytes) -> WorkloadSource:
-    """Return the workload that `pack` converted, with every tensor on the CPU.
+    """Set torch's flags as they were in `pack`, and return its workload, with every tensor on the CPU.
 
     Unpickling can run any code: use it only on bytes that the parent process sent.
     """
     import torch
 
+    from autotune_amp.precision import torch_state
+
     # Plain pickle reads what cloudpickle wrote.
-    source: WorkloadSource = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
+    unpacked: tuple[WorkloadSource, dict[str, Any]]
+    unpacked = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
+    source, state = unpacked
+    torch_state.apply_flags(state)
     return source

@@ -38,7 +38,7 @@ from autotune_amp.interruption import heed
 from autotune_amp.processes.process_tree import KILL_SECONDS, terminate_programs
 from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.trial.failures import num_oom_kills
-from autotune_amp.trial.judge import RunEvidence, judge
+from autotune_amp.trial.judge import failure_from_exit
 
 _NO_DEADLINES = Deadlines()
 _DECODER: msgspec.json.Decoder[JobEvent] = msgspec.json.Decoder(JobEvent)
@@ -226,9 +226,7 @@ class Process:
                 raise ProcessEndedError(self._failure(event.status, phase), so_far)
             if overdue is not None:
                 is_loading = not is_ready and overdue != ENDED
-                raise ProcessEndedError(
-                    _failure_from_evidence(RunEvidence(overdue=overdue, is_loading=is_loading)), so_far
-                )
+                raise ProcessEndedError(Failure(kind="timeout", message=overdue, is_loading=is_loading), so_far)
 
     def _next_event(self) -> JobEvent | None:
         """Return the next event, None if none came within a tick."""
@@ -260,14 +258,12 @@ class Process:
     def _failure(self, status: int, phase: str) -> Failure:
         if status == -signal.SIGTERM:  # Slurm signals every process of a job: wait for the signal to this one
             time.sleep(_SIGNAL_SECONDS)
-        evidence = RunEvidence(
-            has_ended=True,
-            exit_status=status,
+        return failure_from_exit(
+            status,
+            "".join(self._tail)[-_OUTPUT_TAIL_CHARACTERS:] or None,
             activity=f"before it reported, {phase}",
-            output="".join(self._tail)[-_OUTPUT_TAIL_CHARACTERS:] or None,
             is_oom_killed=num_oom_kills() > self._num_oom_kills,
         )
-        return _failure_from_evidence(evidence)
 
     def _end_status(self) -> int:
         status = self._program.wait()
@@ -312,12 +308,6 @@ class Process:
         except queue.Full:
             return False
         return True
-
-
-def _failure_from_evidence(evidence: RunEvidence) -> Failure:
-    failure = judge(evidence)
-    assert failure is not None  # the evidence is an ended or overdue process
-    return failure
 
 
 def _value_or_error(answer: Result | RequestFailure | RequestError) -> Any:

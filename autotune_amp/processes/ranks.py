@@ -16,7 +16,7 @@ from autotune_amp.processes.local import Ability, CompletedHandle, OpenResult, S
 from autotune_amp.processes.process import ENDED, TICK_SECONDS, Watcher
 from autotune_amp.processes.slots import WorkloadSlots
 from autotune_amp.trial.jobs import Describe, FollowerMemory, FollowerTrial, Trial
-from autotune_amp.trial.judge import RunEvidence, causing_failure, judge
+from autotune_amp.trial.judge import causing_failure, failure_from_memory
 
 GRACE_SECONDS = 3.0
 MAX_START_ATTEMPTS = 3  # another process may take the free port first
@@ -179,12 +179,10 @@ class _RankedHandle:
         if not isinstance(measurement, Measurement) or len(follower_memories) < len(others):
             return _causing_failure_of_ranks(outcomes)
         for rank, outcome in enumerate(follower_memories, 1):
-            evidence = RunEvidence(
-                memory_bytes=outcome.reserved_memory_bytes,
-                memory_limit_bytes=self._job.memory_limit_bytes,
-                has_flushed=outcome.has_flushed,
+            failure = failure_from_memory(
+                outcome.reserved_memory_bytes, self._job.memory_limit_bytes, has_flushed=outcome.has_flushed
             )
-            if failure := judge(evidence):
+            if failure is not None:
                 return failure_of_rank(failure, rank, len(outcomes))
         return replace(
             measurement,

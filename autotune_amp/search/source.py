@@ -174,11 +174,16 @@ class _Live(Source):
         return None if self.is_elsewhere else threads
 
     def torch_state(self, found_by_child: dict[str, Any]) -> dict[str, Any]:
-        """Return the caller's torch state, with the child's number of threads if jobs run on another host."""
+        """Return the torch state of the child, which has the caller's flags unless a function has set others.
+
+        Autocast and the numbers of threads are the caller's; on another host the number of threads is the child's.
+        """
         from autotune_amp.precision import torch_state
 
-        threads = {"num_threads": found_by_child["num_threads"]} if self.is_elsewhere and found_by_child else {}
-        return {**torch_state.capture(), **threads}
+        caller = torch_state.capture()
+        names = {"num_interop_threads"} | (set() if self.is_elsewhere else {"num_threads"})
+        kept = {name: caller[name] for name in names} | torch_state.autocast_of(caller)
+        return {**(found_by_child or caller), **kept}
 
     def fingerprint(self, options: dict[str, Any], identity: DeviceIdentity) -> Fingerprint | None:
         from autotune_amp.fingerprint import compute_fingerprint

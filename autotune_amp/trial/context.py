@@ -456,17 +456,18 @@ class Context:
                 self._keep_first_state()
             return model.to(device)
         model.zero_grad(set_to_none=True)
+        missing: Sequence[str] = ()
         if isinstance(model, LoopState):
             model.restore_first_state(self._first_state)
         else:
             # Not strict: quantized layers, as bitsandbytes', write entries that they do not read back.
             missing, _ = model.load_state_dict(self._first_state, strict=False)
-            buffers = dict(model.named_buffers())
-            if missing or not self._first_buffers.keys() <= buffers.keys():  # an earlier job changed the names
-                self._model = self._first_state = None
-                return self.model(device)
-            for name, first in self._first_buffers.items():
-                buffers[name].data = first.to(buffers[name].device, copy=True)  # which may have another shape
+        buffers = dict(model.named_buffers())
+        if missing or not self._first_buffers.keys() <= buffers.keys():  # an earlier job changed the names
+            self._model = self._first_state = None
+            return self.model(device)
+        for name, first in self._first_buffers.items():
+            buffers[name].data = first.to(buffers[name].device, copy=True)  # which may have another shape
         return model.to(device)
 
     def _keep_first_state(self) -> None:

@@ -1,6 +1,6 @@
 """Conversion of a trial's exception to a `Failure` (out of memory, unsupported precision, ...), and advice to fix it.
 
-A trial is a short measured training run. The function `judge` has the rules that tell the kinds of failure apart.
+A trial is a short measured training run. The module `judge` has the rules that tell the kinds of failure apart.
 """
 
 from __future__ import annotations
@@ -8,27 +8,28 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.outcome import Failure
 from autotune_amp.precision.rules import rule_of
-from autotune_amp.trial.judge import RaisedError, RunEvidence, judge
+from autotune_amp.trial.judge import RaisedError, StepLosses, failure_from_error, failure_from_steps
 
 _OWN_FILES = Path(__file__).parents[1]
 
 
 class RunFailedError(Exception):
-    """Error that ends a trial in which `judge` has found a `failure`, such as losses that are not finite."""
+    """Error that ends a trial with a `failure`, such as losses that are not finite."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
         self.failure = failure
 
 
-def raise_if_failed(evidence: RunEvidence) -> None:
-    """Raise `RunFailedError` if the evidence of a running trial, such as its losses so far, shows a failure."""
-    failure = judge(evidence)
+def raise_if_steps_failed(steps: Sequence[StepLosses], *, goes_on: bool = False) -> None:
+    """Raise `RunFailedError` if the steps of a trial show a failure, as `failure_from_steps` decides."""
+    failure = failure_from_steps(steps, goes_on=goes_on)
     if failure is not None:
         raise RunFailedError(failure)
 
@@ -57,9 +58,7 @@ def failure_from_exception(error: BaseException, *, is_oom_killed: bool = False)
         traceback=_escape_surrogates("".join(trace.format())[-8000:]),
         free_memory_share=free_memory_share(),
     )
-    failure = judge(RunEvidence(error=raised, is_oom_killed=is_oom_killed))
-    assert failure is not None  # evidence with an error always shows one
-    return failure
+    return failure_from_error(raised, is_oom_killed=is_oom_killed)
 
 
 def _escape_surrogates(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Judge of a run: decides from the evidence of a run whether it failed, and why.
+"""Judge of a run: decides from an error, an exit, its memory or its losses whether a run failed, and why.
 
 The same rules hold for the process of a `Workload`, on this host or on a Ray node, for a training command, and for each
 rank of either. Pure: it depends on its arguments alone.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Final
 
@@ -99,55 +99,6 @@ class StepLosses(msgspec.Struct, frozen=True, kw_only=True):
         return all(map(math.isfinite, self.losses))
 
 
-class RunEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Observations of a run or of one of its ranks. A field that was not observed keeps its default.
-
-    `has_ended`: the process ended before it sent a result, with `exit_status` (negative for the signal that killed it,
-    None if unknown), during its `activity`; `process` is its name in messages, `output` the end of its printed output.
-    `is_oom_killed`: the kernel killed some process for lack of memory meanwhile. `overdue` is a sentence about the
-    deadline that has passed; `is_loading`: it passed before the process was ready. `num_ooms` is the number of OOM
-    errors that the run itself caught. `has_flushed`: the allocator had to empty its cache. `steps` are the steps to
-    judge, in order; `goes_on`: more will follow.
-    """
-
-    error: RaisedError | None = None
-    has_ended: bool = False
-    exit_status: int | None = None
-    process: str = "its process"
-    activity: str = ""
-    output: str | None = None
-    is_oom_killed: bool = False
-    overdue: str | None = None
-    is_loading: bool = False
-    num_ooms: int = 0
-    memory_bytes: int = 0
-    memory_limit_bytes: int | None = None
-    has_flushed: bool = False
-    steps: tuple[StepLosses, ...] = ()
-    goes_on: bool = False
-
-
-def judge(evidence: RunEvidence) -> Failure | None:
-    """Return the failure that the evidence shows, or None if it shows none."""
-    if evidence.error is not None:
-        return _failure_from_error(evidence.error, is_oom_killed=evidence.is_oom_killed)
-    if evidence.has_ended:
-        return _failure_from_exit(evidence)
-    if evidence.num_ooms:
-        return Failure(kind="oom", message=f"it ran out of memory {evidence.num_ooms} times, but continued")
-    limit_bytes = evidence.memory_limit_bytes
-    if limit_bytes is not None and evidence.memory_bytes > limit_bytes:
-        used, limit = (f"{num_bytes / 2**20:.0f} MiB" for num_bytes in (evidence.memory_bytes, limit_bytes))
-        return Failure(kind="oom", message=f"it used {used}, over the limit of {limit}")
-    if evidence.has_flushed:
-        return Failure(kind="oom", message="the allocator had to flush its cache to make room: memory is full")
-    if evidence.overdue is not None:
-        return Failure(
-            kind="timeout", message=evidence.overdue, details=evidence.output, is_loading=evidence.is_loading
-        )
-    return _failure_from_steps(evidence.steps, goes_on=evidence.goes_on)
-
-
 def causing_failure(failures: Iterable[Failure]) -> Failure:
     """Return the failure that caused the others; of several that are equally likely the first.
 
@@ -174,7 +125,8 @@ def _distance_from_cause(failure: Failure) -> int:
     return 2 if failure.kind == "crash" and re.search("SIGABRT|SIGTERM", failure.message) else 1
 
 
-def _failure_from_error(error: RaisedError, *, is_oom_killed: bool) -> Failure:
+def failure_from_error(error: RaisedError, *, is_oom_killed: bool = False) -> Failure:
+    """Return the failure for an exception; `is_oom_killed`: the kernel killed some process for lack of memory."""
     lines = [line for line in error.message.splitlines() if line.strip()]
     message = f"{error.types[0]}: {lines[0] if lines else ''}"[:500]
     details = error.traceback
@@ -201,21 +153,31 @@ def _kind_of_error(error: RaisedError, *, is_oom_killed: bool) -> FailureKind:
     return "workload_error"
 
 
-def _failure_from_exit(evidence: RunEvidence) -> Failure:
-    """Return the failure for a process that exited without sending a result, judged by its exit status and output."""
-    status, output = evidence.exit_status, evidence.output or ""
-    when = f" {evidence.activity}" if evidence.activity else ""
+def failure_from_exit(
+    status: int | None,
+    output: str | None,
+    *,
+    process: str = "its process",
+    activity: str = "",
+    is_oom_killed: bool = False,
+) -> Failure:
+    """Return the failure for a process that exited without sending a result, during its `activity`.
+
+    `status` is negative for the signal that killed it, None if it is unknown; `output` the end of what it printed;
+    `process` its name in messages. `is_oom_killed`: the kernel killed some process for lack of memory meanwhile.
+    """
+    text, when = output or "", f" {activity}" if activity else ""
     is_killed = status in (None, -signal.SIGKILL, 128 + signal.SIGKILL)  # as a shell returns it
-    if is_killed and evidence.is_oom_killed:
+    if is_killed and is_oom_killed:
         kind: FailureKind = "oom"
-        message = f"the kernel killed {evidence.process} because memory ran out{when}"
-    elif status != 0 and _is_any_in((*_OOM_TEXTS, "memoryerror"), output):
-        kind, message = "oom", f"the output of {evidence.process} says that memory ran out{when}"
+        message = f"the kernel killed {process} because memory ran out{when}"
+    elif status != 0 and _is_any_in((*_OOM_TEXTS, "memoryerror"), text):
+        kind, message = "oom", f"the output of {process} says that memory ran out{when}"
     else:
-        is_unsupported = status != 0 and _is_any_in(_UNSUPPORTED_TEXTS, printed_error(output) or "")
+        is_unsupported = status != 0 and _is_any_in(_UNSUPPORTED_TEXTS, printed_error(text) or "")
         kind = "unsupported" if is_unsupported else "crash"
-        message = f"{evidence.process} {_exit_text(status)}{when}"
-    return Failure(kind=kind, message=message, details=evidence.output)
+        message = f"{process} {_exit_text(status)}{when}"
+    return Failure(kind=kind, message=message, details=output)
 
 
 def _is_any_in(texts: Iterable[str], output: str) -> bool:
@@ -233,11 +195,21 @@ def _exit_text(status: int | None) -> str:
     return f"died of {names.get(-status, f'signal {-status}')}{cause}"
 
 
-def _failure_from_steps(steps: tuple[StepLosses, ...], *, goes_on: bool) -> Failure | None:
+def failure_from_memory(num_bytes: int, limit_bytes: int | None, *, has_flushed: bool = False) -> Failure | None:
+    """Return the failure for memory over a limit, or for an allocator that had to empty its cache; else None."""
+    if limit_bytes is not None and num_bytes > limit_bytes:
+        used, limit = (f"{number / 2**20:.0f} MiB" for number in (num_bytes, limit_bytes))
+        return Failure(kind="oom", message=f"it used {used}, over the limit of {limit}")
+    if has_flushed:
+        return Failure(kind="oom", message="the allocator had to flush its cache to make room: memory is full")
+    return None
+
+
+def failure_from_steps(steps: Sequence[StepLosses], *, goes_on: bool = False) -> Failure | None:
     """Return the failure for steps whose losses stay non-finite, or that the loss scaler keeps skipping; else None.
 
-    A non-finite loss may be due to one bad batch, if later losses are finite. In a finished run that ends with one, it
-    counts as a failure.
+    `steps` are in order; `goes_on`: more will follow. A non-finite loss may be due to one bad batch, if later losses
+    are finite. In a finished run that ends with one, it counts as a failure.
     """
     steps_with_losses = [step for step in steps if step.losses]
     last_nonfinite = list(takewhile(lambda step: not step.is_finite, reversed(steps_with_losses)))

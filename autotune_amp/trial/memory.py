@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -15,7 +16,7 @@ import psutil
 if TYPE_CHECKING:
     import torch
 
-_STATUS = Path("/proc/self/status")
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _IS_LINUX = sys.platform == "linux"
 Built = TypeVar("Built")
 
@@ -29,10 +30,10 @@ class BuildMemory(NamedTuple):
 
 def build_with_memory(build: Callable[[], Built]) -> tuple[Built, BuildMemory]:
     """Call `build` and return its result and the memory that it took."""
-    _reset_peak()
-    rss_before, anonymous_before = psutil.Process().memory_info().rss, _own_resident_bytes()
+    has_reset = _reset_peak()
+    rss_before, anonymous_before = _resident_bytes(), _own_resident_bytes()
     built = build()
-    peak = _peak_resident_bytes() - rss_before if _IS_LINUX else 0
+    peak = _peak_resident_bytes() - rss_before if has_reset else 0
     _trim_heap()  # freed memory is not the model's
     resident_bytes = max(0, _own_resident_bytes() - anonymous_before)
     return built, BuildMemory(resident_bytes, max(resident_bytes, peak))
@@ -44,6 +45,9 @@ class PeakMemory:
     `limit_bytes` is the memory that the trial may take in addition to the process's present memory. A model that was
     built before counts as the trial's, with its `build_memory`. `template_file_bytes` is the resident memory mapped
     from files in the process that this one was forked from: a fork begins without it, a training run has it.
+
+    Only Linux resets the peak of a process, and some sandboxes do not (gVisor). Elsewhere a trial on a CPU that takes
+    less than an earlier one of the same process has the largest size seen after a step, which is a lower bound.
     """
 
     def __init__(
@@ -57,10 +61,11 @@ class PeakMemory:
         self._template_file_bytes = template_file_bytes
         self._polled_peak_bytes = 0
         if device.type == "cpu":
-            _reset_peak()  # drop the peak of a kept worker's earlier trial
+            # An earlier trial of a kept worker may have reached it.
+            self._earlier_peak_bytes = 0 if _reset_peak() else _peak_resident_bytes()
             model_bytes, self._build_peak_bytes = build_memory or (0, 0)
-            self._resident_bytes_before = psutil.Process().memory_info().rss - model_bytes
-            if limit_bytes is not None and _IS_LINUX:
+            self._resident_bytes_before = _resident_bytes() - model_bytes
+            if limit_bytes is not None:
                 _limit_data_segment(max(0, limit_bytes - model_bytes))
         elif device.type in ("cuda", "xpu"):
             backend = _device_module(device)
@@ -70,11 +75,13 @@ class PeakMemory:
                 backend.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
 
     def poll(self) -> None:
-        """Record the current use on devices that keep no peak of their own (MPS)."""
+        """Record the current use on devices that keep no peak of their own (MPS, and a CPU whose peak is not reset)."""
+        present_bytes = 0
         if self._device.type == "mps":
-            self._polled_peak_bytes = max(
-                self._polled_peak_bytes, _device_module(self._device).driver_allocated_memory()
-            )
+            present_bytes = _device_module(self._device).driver_allocated_memory()
+        elif self._device.type == "cpu" and self._earlier_peak_bytes:
+            present_bytes = _resident_bytes()
+        self._polled_peak_bytes = max(self._polled_peak_bytes, present_bytes)
 
     def peak_bytes(self) -> tuple[int, int]:
         """Return the peak to report and the memory that counts against the limit.
@@ -83,7 +90,10 @@ class PeakMemory:
         allocated and reserved memory.
         """
         if self._device.type == "cpu":
-            taken_bytes = max(_peak_resident_bytes() - self._resident_bytes_before, self._build_peak_bytes)
+            peak_bytes = _peak_resident_bytes()
+            if peak_bytes <= self._earlier_peak_bytes:
+                peak_bytes = self._polled_peak_bytes
+            taken_bytes = max(peak_bytes - self._resident_bytes_before, self._build_peak_bytes)
             missing_file_bytes = max(0, self._template_file_bytes - file_bytes())
             return self._resident_bytes_before + taken_bytes + missing_file_bytes, taken_bytes
         if self._device.type == "mps":
@@ -109,35 +119,50 @@ def _trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _reset_peak() -> None:
+def _reset_peak() -> bool:
+    """Reset this process's peak of resident memory, which a fork inherits, and return whether the kernel does that."""
     _trim_heap()
-    if _IS_LINUX:
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM, which a fork inherits
+    with contextlib.suppress(OSError):
+        _CLEAR_REFS.write_text("5")
+        return "VmHWM" in _status_bytes()
+    return False
 
 
 def file_bytes() -> int:
     """Return the resident memory that is mapped from files, 0 if it is unknown (other systems than Linux)."""
-    return _status_bytes("RssFile") if _IS_LINUX else 0
+    return _status_bytes().get("RssFile", 0)
 
 
 def _own_resident_bytes() -> int:
-    """Return the resident memory without that mapped from files, of which a forked child has only a part."""
-    return _status_bytes("RssAnon") if _IS_LINUX else psutil.Process().memory_info().rss
+    """Return the resident memory without that mapped from files, of which a forked child has only a part.
+
+    It is all resident memory if that part is unknown.
+    """
+    return _status_bytes().get("RssAnon") or _resident_bytes()
 
 
-def _status_bytes(name: str) -> int:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024
+def _resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _status_bytes() -> dict[str, int]:
+    """Return what Linux reports of this process's memory, by its name in /proc/self/status; elsewhere nothing."""
+    with contextlib.suppress(OSError):
+        entries = (line.split() for line in _STATUS.read_text().splitlines() if line.endswith(" kB"))
+        return {name.rstrip(":"): int(kibibytes) * 1024 for name, kibibytes, _ in entries}
+    return {}
 
 
 def _peak_resident_bytes() -> int:
-    if _IS_LINUX:
-        return _status_bytes("VmHWM")
+    """Return the peak of the resident memory since it was reset, or of this process's life if it cannot be."""
+    peak_bytes = _status_bytes().get("VmHWM")
+    if peak_bytes is not None:
+        return peak_bytes
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if _IS_LINUX else 1)  # bytes on macOS
 
 
 def _limit_data_segment(limit_bytes: int) -> None:
@@ -147,7 +172,10 @@ def _limit_data_segment(limit_bytes: int) -> None:
     """
     import resource
 
-    allowed = _status_bytes("VmData") + limit_bytes
+    data_bytes = _status_bytes().get("VmData")
+    if data_bytes is None:  # on macOS
+        return
+    allowed = data_bytes + limit_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (allowed if hard < 0 else min(allowed, hard), hard))
 

@@ -26,9 +26,9 @@ from autotune_amp.core.workload import Fitting
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Optimizers
-from autotune_amp.trial.failures import raise_if_failed
+from autotune_amp.trial.failures import raise_if_steps_failed
 from autotune_amp.trial.jobs import should_continue_warmup, stop_reason
-from autotune_amp.trial.judge import MAX_SKIPS, RunEvidence, StepLosses
+from autotune_amp.trial.judge import MAX_SKIPS, StepLosses
 from autotune_amp.trial.timing import (
     MAX_COMPILING_STEPS,
     StepCallback,
@@ -54,8 +54,8 @@ def time_own_loop(
     `time_steps`.
 
     Step seconds are for a whole effective batch: a step with fewer samples, as the last of an epoch, counts as that
-    share of a step. Raises `RunFailedError` if losses are not finite or the loss scaler skips every step, as `judge`
-    decides, and `WorkloadError` if the loop ends before anything was measured.
+    share of a step. Raises `RunFailedError` if losses are not finite or the loss scaler skips every step, as
+    `failure_from_steps` decides, and `WorkloadError` if the loop ends before anything was measured.
     """
     fit = training.workload.fit
     assert fit is not None
@@ -226,7 +226,7 @@ class _OwnLoopTimer:
             self._report(0, group.step_seconds)
         elif group.has_compiled and sum(compiled.num_steps for compiled in self._compiled) < MAX_COMPILING_STEPS:
             self._compiled.append(group)
-            self._report(0, group.step_seconds)
+            self._report(len(self._groups) * spec.num_steps_per_report, group.step_seconds)
         else:
             self._groups.append(group)
             self._report(len(self._groups) * spec.num_steps_per_report, group.step_seconds)
@@ -236,7 +236,7 @@ class _OwnLoopTimer:
 
     def timing(self) -> Timing:
         """Return the timing of the measured steps. Raises the errors of `time_own_loop`."""
-        raise_if_failed(RunEvidence(steps=tuple(self._losses)))
+        raise_if_steps_failed(self._losses)
         spec = self._training.spec
         round_size = groups_per_loader_round(self._training)
         groups = self._groups[: len(self._groups) // round_size * round_size] or self._groups
@@ -309,4 +309,4 @@ class _OwnLoopTimer:
             self._loss = float(loss.detach())
             losses = (self._loss,)
         self._losses += step_losses([()] * (group.num_steps - 1) + [losses], group.num_skips)
-        raise_if_failed(RunEvidence(steps=tuple(self._losses[-MAX_SKIPS:]), goes_on=True))
+        raise_if_steps_failed(self._losses[-MAX_SKIPS:], goes_on=True)

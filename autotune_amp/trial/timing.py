@@ -20,9 +20,9 @@ from torch._dynamo.utils import counters
 from autotune_amp.command.agent.tokens import TokenCount, count_tokens
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.hardware.measuring import synchronize
-from autotune_amp.trial.failures import raise_if_failed
+from autotune_amp.trial.failures import raise_if_steps_failed
 from autotune_amp.trial.jobs import is_hopeless, should_continue_warmup, stop_reason
-from autotune_amp.trial.judge import MAX_SKIPS, RunEvidence, StepLosses
+from autotune_amp.trial.judge import MAX_SKIPS, StepLosses
 from autotune_amp.trial.training import BaseTraining
 
 
@@ -116,7 +116,7 @@ def time_steps(
     If there is a worst batch, the first step is taken on it, and one after the warm-up, since only then the optimizer
     holds its state; in a confirmation also the last step. `start_phase` is called before steps without a deadline. A
     step in which `count_compilations` rose is repeated, at most `MAX_COMPILING_STEPS` times. Raises `RunFailedError` if
-    losses are not finite or the loss scaler skips every step, as `judge` decides.
+    losses are not finite or the loss scaler skips every step, as `failure_from_steps` decides.
     """
     spec = training.spec
     timer = _StepTimer(training, count_compilations)
@@ -310,7 +310,7 @@ class _StepTimer:
 
         Raises `RunFailedError` if the losses of the steps show a failure.
         """
-        raise_if_failed(RunEvidence(steps=tuple(self._steps)))
+        raise_if_steps_failed(self._steps)
         data_seconds = _mean(groups, "data_seconds")
         if seconds_without_wait is not None:  # the device computes while the host waits
             data_seconds = min(data_seconds, max(0.0, _mean(groups, "seconds") - seconds_without_wait))
@@ -383,7 +383,7 @@ class _StepTimer:
         micro = self._num_micro
         losses_of_steps = [tuple(values[start : start + micro]) for start in range(0, len(values), micro)]
         self._steps += step_losses(losses_of_steps, num_skips)
-        raise_if_failed(RunEvidence(steps=tuple(self._steps[-MAX_SKIPS:]), goes_on=True))
+        raise_if_steps_failed(self._steps[-MAX_SKIPS:], goes_on=True)
         window = self._training.spec.candidate.accumulation_steps
         if self._is_last_apart:
             window_seconds = micro_seconds * (window - 1) / (self._num_micro - 1) + last_seconds

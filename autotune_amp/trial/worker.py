@@ -36,7 +36,7 @@ from autotune_amp.trial import data, failures, ranks
 from autotune_amp.trial.context import Context, LoopState, make_optimizer, users_optimizers
 from autotune_amp.trial.energy import EnergyMeter, find_counter
 from autotune_amp.trial.jobs import Check, Describe, FollowerMemory, FollowerTrial, ProbeJob, Trial
-from autotune_amp.trial.judge import RunEvidence, judge
+from autotune_amp.trial.judge import failure_from_memory
 from autotune_amp.trial.memory import PeakMemory, hold_heap
 from autotune_amp.trial.own_loop import time_own_loop
 from autotune_amp.trial.timing import CompileWatch, StepCallback, Timing, forget_compiled, time_steps
@@ -71,6 +71,8 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
     data_kind, batch_size, num_samples = data.describe(workload.data)
     started = time.perf_counter()
     model = context.model(device)
+    # Building may have set flags, such as those for TF32. An active autocast is the caller's, in another process.
+    state = {**torch_state.capture(), **torch_state.autocast_of(state)}
     parameters = list(model.parameters())
     if isinstance(model, LoopState):
         trained, live_training = model.trained(), model.live_training(device)
@@ -350,9 +352,7 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
             memory.poll()
             peak, reserved = memory.peak_bytes()
             has_flushed = memory.num_allocator_retries() > retries
-            limit_bytes = spec.memory_limit_bytes
-            evidence = RunEvidence(memory_bytes=reserved, memory_limit_bytes=limit_bytes, has_flushed=has_flushed)
-            if failure := judge(evidence):
+            if failure := failure_from_memory(reserved, spec.memory_limit_bytes, has_flushed=has_flushed):
                 return failure
             return _measurement(
                 spec,

@@ -139,6 +139,14 @@ def test_a_settings_file_whose_path_is_a_part_of_another_is_told_apart(
     assert files == {own: f"{own}: 16", mine: f"{mine}: 16", template: f"{template}: 16"}
 
 
+def test_a_settings_file_that_a_choice_names_may_be_copied_to_a_path_that_a_shell_would_split(tmp_path: Path) -> None:
+    own = tmp_path / "cfg.yaml"
+    own.write_text("batch: 4\n")
+    line = CommandTemplate.of(["python", "t.py", f"{{precision=fp32:bf16=-c {own}|fp32=}}"], files=[str(own)])
+    arguments, _ = line.of_setting(BF16, "o'neil's study")
+    assert arguments == ("python", "t.py", "-c", "o'neil's study/cfg.yaml")
+
+
 @pytest.mark.parametrize(
     ("command", "files"),
     [

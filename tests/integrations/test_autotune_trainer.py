@@ -288,6 +288,7 @@ def test_what_decides_the_speed_is_said_in_arguments_and_the_rest_is_set_up(tmp_
     assert (made.activation_checkpointing, made.activation_checkpointing_kwargs) == (True, {"use_reentrant": False})
     kept = config.to_training_arguments(like=seq2seq(tmp_path))
     assert kept.optim == "adafactor", "another optimizer is not replaced"
+    assert config.to_training_arguments(like=dataclasses.replace(made, optim="adamw_torch")).optim == made.optim
     with pytest.raises(InvalidRequestError, match="torch_compile"):
         AutotuneTrainer(
             Notes(),

@@ -53,6 +53,15 @@ def test_the_part_that_cannot_travel_is_named() -> None:
         pack(Workload(Net(), lambda model, batch: model(batch).sum(), data))
 
 
+def test_functions_are_called_with_the_flags_of_torch_that_they_were_sent_from() -> None:
+    first = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    packed = pack(lambda: workload_of(Net()))
+    torch.set_float32_matmul_precision(first)
+    unpack(packed)
+    assert (first, torch.get_float32_matmul_precision()) == ("highest", "high")
+
+
 def wrapped(model: nn.Module) -> Any:
     return nn.parallel.DistributedDataParallel(model)
 

@@ -76,10 +76,11 @@ def test_only_measured_steps_count_and_none_that_compiled(monkeypatch: pytest.Mo
     joules, moments = 100.0, itertools.count(1.0)
     monkeypatch.setattr(energy, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
     meter = EnergyMeter(lambda: joules)
-    for number, drawn, num_compilations in [(0, 50, 1), (0, 50, 1), (2, 4, 1), (4, 400, 2), (6, 8, 2)]:
+    steps = [(0, 50, 1), (0, 50, 1), (2, 4, 1), (4, 400, 2), (6, 8, 2), (6, 400, 3), (8, 6, 3)]
+    for number, drawn, num_compilations in steps:
         joules += drawn
         meter.step(number, num_compilations)
-    assert meter.joules_per_sample(10) == pytest.approx((4 + 8) / (4 * 10))
+    assert meter.joules_per_sample(10) == pytest.approx((4 + 8 + 6) / (6 * 10))
     assert EnergyMeter(None).joules_per_sample(1) is None
 
 

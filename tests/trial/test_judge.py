@@ -26,7 +26,14 @@ from autotune_amp.processes.ranks import _causing_failure_of_ranks
 from autotune_amp.trial import failures, worker
 from autotune_amp.trial.context import Context
 from autotune_amp.trial.jobs import Trial
-from autotune_amp.trial.judge import RaisedError, RunEvidence, StepLosses, judge
+from autotune_amp.trial.judge import (
+    RaisedError,
+    StepLosses,
+    failure_from_error,
+    failure_from_exit,
+    failure_from_memory,
+    failure_from_steps,
+)
 
 NAN, INF = float("nan"), float("inf")
 # Triton's own errors are no RuntimeErrors, unless the compiler of PyTorch wraps them.
@@ -173,9 +180,7 @@ def test_an_exit(
 
 
 def test_what_a_process_that_exits_without_an_error_has_printed_is_not_its_end() -> None:
-    found = judge(RunEvidence(has_ended=True, exit_status=0, output=FULL))
-    assert found is not None
-    assert found.kind == "crash"
+    assert failure_from_exit(0, FULL).kind == "crash"
 
 
 @ways
@@ -275,7 +280,7 @@ def test_a_loss_that_is_not_finite_once_is_forgiven_by_the_next_step() -> None:
     )
 
     def is_good(*steps: StepLosses, goes_on: bool = False) -> bool:
-        return judge(RunEvidence(steps=steps, goes_on=goes_on)) is None
+        return failure_from_steps(steps, goes_on=goes_on) is None
 
     assert is_good(fine, bad, fine)  # a guard of the script's own left it out
     assert not is_good(fine, bad)
@@ -289,18 +294,17 @@ def test_a_loss_that_is_not_finite_once_is_forgiven_by_the_next_step() -> None:
     assert is_good(*[StepLosses()] * 20), "whose losses nobody saw"
 
 
-def test_memory_over_its_limit_flushed_or_caught_is_out_of_memory() -> None:
-    def kind(**fields: Any) -> str | None:
-        found = judge(RunEvidence(**fields))
+def test_memory_over_its_limit_or_flushed_is_out_of_memory() -> None:
+    def kind(num_bytes: int, limit_bytes: int | None, **fields: Any) -> str | None:
+        found = failure_from_memory(num_bytes, limit_bytes, **fields)
         return None if found is None else found.kind
 
-    assert kind(memory_bytes=3, memory_limit_bytes=2) == "oom"
-    assert kind(memory_bytes=2, memory_limit_bytes=2, has_flushed=True) == "oom"
-    assert kind(memory_bytes=2, memory_limit_bytes=2) is None
-    assert kind(memory_bytes=3) is None
-    assert kind(num_ooms=2) == "oom"
+    assert kind(3, 2) == "oom"
+    assert kind(2, 2, has_flushed=True) == "oom"
+    assert kind(2, 2) is None
+    assert kind(3, None) is None
 
 
-def test_evidence_is_plain_data_and_an_error_without_words_has_a_name() -> None:
-    found = judge(RunEvidence(error=RaisedError(types=("KeyError", "LookupError"), message="\n")))
+def test_an_error_without_words_has_a_name() -> None:
+    found = failure_from_error(RaisedError(types=("KeyError", "LookupError"), message="\n"))
     assert found == Failure(kind="workload_error", message="KeyError: ")

@@ -105,6 +105,20 @@ def test_a_kept_worker_trains_each_time_from_the_beginning() -> None:
     torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
 
 
+def test_a_kept_worker_restores_the_buffers_of_a_loop_that_no_state_dict_has() -> None:
+    net = nn.Linear(2, 2)
+    net.register_buffer("cache", torch.ones(1), persistent=False)
+    context = Context(Workload(build=lambda: {"nets": [net]}, train_step=never, data=batches), is_kept=True)
+    context.model(torch.device("cpu"))
+    net.cache = torch.zeros(3)
+    context.model(torch.device("cpu"))
+    assert net.cache.tolist() == [1.0]
+
+
+def never(*_: Any) -> None:
+    raise AssertionError
+
+
 # -- what is found in a state ------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -27,8 +28,8 @@ class System:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.resident = self.peak = self.anonymous = 1000
         self.files = 100
+        self.resets_peak = True
         self.limits: list[int] = []
-        monkeypatch.setattr(memory, "_IS_LINUX", True)
         monkeypatch.setattr(memory, "_trim_heap", lambda: None)
         monkeypatch.setattr(memory, "_reset_peak", self.reset)
         monkeypatch.setattr(memory, "_limit_data_segment", self.limits.append)
@@ -38,8 +39,9 @@ class System:
         info = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=self.resident))
         monkeypatch.setattr(psutil, "Process", lambda: info)
 
-    def reset(self) -> None:
-        self.peak = self.resident
+    def reset(self) -> bool:
+        self.peak = self.resident if self.resets_peak else self.peak
+        return self.resets_peak
 
     def take(self, num_bytes: int, *, freed: int = 0) -> None:
         self.peak = max(self.peak, self.resident + num_bytes)
@@ -60,6 +62,36 @@ def test_a_trial_is_charged_what_it_takes_beyond_what_its_process_held(system: S
     system.take(501)
     assert watched.peak_bytes() == (1601, 601)
     assert system.limits == [600]
+
+
+def test_where_the_peak_cannot_be_reset_an_earlier_trial_is_not_charged_to_a_smaller_one(system: System) -> None:
+    system.resets_peak = False
+    system.take(5000, freed=5000)  # an earlier trial of a kept worker
+    watched = PeakMemory(CPU, None)
+    system.take(500, freed=100)
+    watched.poll()
+    system.take(0, freed=300)
+    watched.poll()
+    assert watched.peak_bytes() == (1400, 400)
+    system.take(6000, freed=6000)
+    assert watched.peak_bytes() == (7100, 6100), "the peak of the process's life is this trial's own"
+
+
+def test_memory_is_measured_where_the_kernel_tells_little_of_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t    1000 kB\nThreads:\t3\n")  # as of gVisor
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "status")
+    monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "none/clear_refs")
+    built, taken = build_with_memory(lambda: torch.ones(1 << 22))
+    assert len(built) == 1 << 22
+    assert taken.peak_bytes >= taken.resident_bytes >= 0
+    watched = PeakMemory(CPU, 1 << 40)
+    watched.poll()
+    peak_bytes, taken_bytes = watched.peak_bytes()
+    assert peak_bytes - taken_bytes > 0
+    assert taken_bytes >= 0
+    assert memory.file_bytes() == 0
 
 
 def test_a_model_that_was_built_before_counts_as_the_trials_own(system: System) -> None:

@@ -48,12 +48,19 @@ def confirmation(**fields: Any) -> Trial:
     return Trial(candidate=Setting(**candidate), device="cpu", **usual | fields)
 
 
-def timed(fit: Fit, *, report: Any = lambda number, seconds: None, options: Any = None, **fields: Any) -> Timing:
+def timed(
+    fit: Fit,
+    *,
+    report: Any = lambda number, seconds: None,
+    num_compilations: Callable[[], int] = lambda: 0,
+    options: Any = None,
+    **fields: Any,
+) -> Timing:
     made = workload(fit, **options or {})
     training = make_training(made, make_model(made), confirmation(**fields))
     assert isinstance(training, Training)
     with contextlib.closing(training):
-        return time_own_loop(training, report)
+        return time_own_loop(training, report, num_compilations)
 
 
 def loop(fitting: Fitting, num_epochs: int = 100, each_step: Callable[[Any], None] = lambda batch: None) -> None:
@@ -144,6 +151,21 @@ def test_a_loop_that_catches_every_exception_ends_and_loaders_are_watched_no_mor
     assert set(reported[:-NUM_STEPS]) == {0}
     assert reported.count(0) >= 3  # the warm-up
     assert _BaseDataLoaderIter.__next__ is own
+
+
+def test_a_step_that_compiles_among_measured_ones_is_reported_with_the_number_of_those() -> None:
+    reported, compiled = [0], set[Any]()
+
+    def compiling_once(fitting: Fitting) -> None:
+        loop(fitting, each_step=lambda batch: compiled.update({3} & {reported[-1]}))
+
+    found = timed(
+        compiling_once,
+        report=lambda number, seconds: reported.append(number),
+        num_compilations=lambda: len(compiled),
+    )
+    assert found.num_compiling_steps == 1
+    assert reported[-NUM_STEPS - 1 :] == [1, 2, 3, 3, *range(4, NUM_STEPS + 1)]
 
 
 SIX: Any = {"candidate": {"batch_size": 6}}

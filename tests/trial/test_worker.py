@@ -118,6 +118,17 @@ def test_a_step_is_taken_where_that_alone_can_tell(monkeypatch: pytest.MonkeyPat
     assert run(DEFAULT, CONV, has_tf32=False) == ("fp32", True, 0)
 
 
+def test_flags_that_building_sets_are_the_users_own() -> None:
+    def model() -> nn.Module:
+        torch.backends.mkldnn.matmul.fp32_precision = "tf32"  # type: ignore[attr-defined]  # torch does not type it
+        return nn.Linear(8, 8)
+
+    with torch.autocast("cpu"):
+        state = torch_state.capture()
+    found = worker.describe(Context(of(model)), Describe(device="cpu", torch_state=state), lambda event: None)
+    assert (found.as_found_precision, found.is_as_found_strict) == ("bf16", False)
+
+
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16"), (None, "fp32")])
 def test_a_description_tells_the_format_of_weights_and_looks_at_the_data_only_when_asked(
     dtype: torch.dtype | None, name: str, monkeypatch: pytest.MonkeyPatch

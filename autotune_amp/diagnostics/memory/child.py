@@ -23,7 +23,7 @@ from autotune_amp.numerics.accumulation import batch_tensors
 from autotune_amp.precision.forward_wrapper import can_be_wrapped, modules_by_name
 from autotune_amp.trial import data
 from autotune_amp.trial.context import Context
-from autotune_amp.trial.judge import RunEvidence, judge
+from autotune_amp.trial.judge import failure_from_memory
 from autotune_amp.trial.observed_steps import ObservedTraining, StepEvent
 from autotune_amp.trial.step_profile.child import warm_up
 from autotune_amp.trial.training import BaseTraining, make_training
@@ -53,9 +53,7 @@ def _measure(context: Context, spec: MemoryJob, tell: Tell) -> MemoryBreakdown |
         memory.poll()
         peak_bytes, taken_bytes = memory.peak_bytes()
         has_flushed = memory.num_allocator_retries() > retries
-        limit_bytes = spec.trial.memory_limit_bytes
-        failure = judge(RunEvidence(memory_bytes=taken_bytes, memory_limit_bytes=limit_bytes, has_flushed=has_flushed))
-        if failure is not None:
+        if failure := failure_from_memory(taken_bytes, spec.trial.memory_limit_bytes, has_flushed=has_flushed):
             return failure
         meter = StepMemoryMeter(training)
         with torch.compiler.set_stance("force_eager"):  # compiled code hides its modules
@@ -71,8 +69,7 @@ def measure_command_memory(
     The peak is that of the steps so far. Return a `Failure` if it exceeds the limit.
     """
     taken_bytes = training.peak_bytes if training.reserved_bytes is None else training.reserved_bytes
-    evidence = RunEvidence(memory_bytes=taken_bytes, memory_limit_bytes=spec.trial.memory_limit_bytes)
-    if failure := judge(evidence):
+    if failure := failure_from_memory(taken_bytes, spec.trial.memory_limit_bytes):
         return failure
     meter, is_new_pass = StepMemoryMeter(training), True
 

@@ -30,14 +30,14 @@ from autotune_amp.core.outcome import Failure, Profiled, ProfiledStep, StepSplit
 from autotune_amp.core.precisions import Precision
 from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision.modes import MIXED_PRECISIONS
-from autotune_amp.trial.context import Context, LoopState, users_optimizers
-from autotune_amp.trial.failures import raise_if_failed
+from autotune_amp.trial.context import Context
+from autotune_amp.trial.failures import raise_if_steps_failed
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS
-from autotune_amp.trial.judge import MAX_SKIPS, RunEvidence, StepLosses
+from autotune_amp.trial.judge import MAX_SKIPS, StepLosses
 from autotune_amp.trial.observed_steps import CLOSURE_MARK, ObservedTraining, StepEvent
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
 from autotune_amp.trial.timing import num_backoffs, raise_if_no_optimizer_step
-from autotune_amp.trial.training import BaseTraining, Training, make_training
+from autotune_amp.trial.training import BaseTraining, make_training
 from autotune_amp.trial.worker import prepare_process, run_guarded
 
 MARK = "autotune_amp"  # first word of the annotations that this package adds to a trace
@@ -69,7 +69,7 @@ def _profile(context: Context, spec: ProfileJob, tell: Tell) -> Profiled:
             split_problem=split_problem,
             flops_per_step=flops,
             flops_problem=flops_problem,
-            unfused_optimizer=_unfused_optimizer(_optimizers_of(training)),
+            unfused_optimizer=_unfused_optimizer(training.live.optimizers),
         )
 
 
@@ -119,7 +119,7 @@ def warm_up(training: BaseTraining) -> None:
         scale = training.loss_scale()
         _step(training, _next_window(training))
         steps.append(StepLosses(is_skipped=num_backoffs(training, scale) > 0))
-        raise_if_failed(RunEvidence(steps=tuple(steps), goes_on=True))
+        raise_if_steps_failed(steps, goes_on=True)
         if len(steps) >= NUM_WARMUP_STEPS + MAX_SKIPS:
             raise_if_no_optimizer_step(training, len(steps))
 
@@ -187,12 +187,6 @@ def tracing(device: torch.device, path: str) -> Iterator[StepTrace]:
         profiler.export_chrome_trace(path)
     except OSError as error:
         trace.problem = str(error)
-
-
-def _optimizers_of(training: BaseTraining) -> list[torch.optim.Optimizer]:
-    if isinstance(training.model, LoopState):
-        return list(training.model.optimizers.values())
-    return list(users_optimizers(training.optimizer)) if isinstance(training, Training) else []
 
 
 def _unfused_optimizer(optimizers: Iterable[torch.optim.Optimizer]) -> str | None:
