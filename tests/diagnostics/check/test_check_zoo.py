@@ -23,12 +23,14 @@ from autotune_amp.trial.context import make_model
 logging.disable(logging.WARNING)
 torch.set_num_threads(1)
 torch.manual_seed(0)
-module, name, device = sys.argv[1:]
+module, name, *devices = sys.argv[1:]
 found = {}
 for case in getattr(importlib.import_module(module), name):
-    workload = case.make()
-    report = report_on(workload, make_model(workload), device, case.batch_size)
-    found[case.name] = [report.problem, report.num_calls, [f"{f.rule} {f.file}:{f.line}" for f in report.findings]]
+    for device in devices:
+        workload = case.make()
+        report = report_on(workload, make_model(workload), device, case.batch_size)
+        findings = [f"{f.rule} {f.file}:{f.line}" for f in report.findings]
+        found[f"{case.name} {device}"] = [report.problem, report.num_calls, findings]
 print(json.dumps(found))
 """
 
@@ -84,9 +86,10 @@ def output(fork_server: ForkServer, program: str, *arguments: str) -> Any:
 
 
 def reports(
-    fork_server: ForkServer, module: str, name: str, device: str
+    fork_server: ForkServer, module: str, name: str, *devices: str
 ) -> dict[str, tuple[str | None, int, list[str]]]:
-    found: dict[str, tuple[str | None, int, list[str]]] = output(fork_server, PROGRAM, module, name, device)
+    """Return problem, number of calls and findings by case and device."""
+    found: dict[str, tuple[str | None, int, list[str]]] = output(fork_server, PROGRAM, module, name, *devices)
     return found
 
 
@@ -96,10 +99,9 @@ def test_shadows_have_the_dtypes_of_the_cpus_real_autocast(fork_server: ForkServ
     assert [case for case, (num_calls, are_alike) in found.items() if not num_calls or not are_alike] == []
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu", "mps"])
 @pytest.mark.parametrize(("module", "name"), [("zoo_healthy", "HEALTHY"), ("zoo_held_out", "HELD_OUT_HEALTHY")])
-def test_nothing_is_found_in_what_is_healthy(fork_server: ForkServer, module: str, name: str, device: str) -> None:
-    found = reports(fork_server, module, name, device)
+def test_nothing_is_found_in_what_is_healthy(fork_server: ForkServer, module: str, name: str) -> None:
+    found = reports(fork_server, module, name, "cuda", "cpu", "mps")
     assert found
     assert {case: findings for case, (_, _, findings) in found.items() if findings} == {}
     assert {case: problem for case, (problem, _, _) in found.items() if problem is not None} == {}
@@ -112,10 +114,10 @@ def test_of_what_is_sick_constants_epsilons_and_weights_are_found(fork_server: F
         case: sorted(finding.split()[0] for finding in findings) for case, (_, _, findings) in found.items() if findings
     }
     assert rules == {
-        "vanishing_eps": ["small_epsilon"],
-        "log_of_tiny": ["small_epsilon"],
-        "tiny_cosine": ["small_epsilon"],
-        "fully_masked_rows": ["large_constant"],
-        "bf16_weights": ["weights"],
-        "fp16_weights": ["weights"],
+        "vanishing_eps cuda": ["small_epsilon"],
+        "log_of_tiny cuda": ["small_epsilon"],
+        "tiny_cosine cuda": ["small_epsilon"],
+        "fully_masked_rows cuda": ["large_constant"],
+        "bf16_weights cuda": ["weights"],
+        "fp16_weights cuda": ["weights"],
     }
