@@ -246,11 +246,13 @@ class Experiment:
         """Switch to random numbers drawn in fp32 if training in the precision draws them in half and fp32 does not.
 
         Then one seed gives different numbers in the two, which alone can cause a bad verdict. Returns whether it
-        switched; if so, all later passes draw in fp32 and round. `pins` are the modules in fp32.
+        switched; if so, all later passes draw in fp32 and round. If not, the model keeps its weights. `pins` are the
+        modules in fp32.
         """
         if self._subject.is_compiled or not self.low.has_random_draws:
             return False
         random_mode = self.low.random_mode = self.fp32.random_mode = Fp32RandomMode()
+        current = Passes(self.low.subject)
         draws_in_half = False
         with suppress(Exception):  # the user's code is run in an unusual way and may raise anything
             self.fp32.run(0, "fp32")
@@ -260,6 +262,7 @@ class Experiment:
                 draws_in_half = random_mode.num_drawn > 0
         if not draws_in_half:
             self.low.random_mode = self.fp32.random_mode = None
+            current.restore()
         return draws_in_half
 
     @cached_property
