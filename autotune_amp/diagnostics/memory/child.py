@@ -346,7 +346,12 @@ class _CastTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        source = next(iter(storage_bytes(args[:1])), 0) if func is torch.ops.aten._to_copy.default else 0
+        is_cast = (
+            func is torch.ops.aten._to_copy.default
+            and result.dtype != args[0].dtype
+            and result.device == args[0].device
+        )
+        source = next(iter(storage_bytes(args[:1])), 0) if is_cast else 0
         if source in self._parameters:
             ((key, num_bytes),) = storage_bytes((result,)).items()
             name = (source, result.dtype) if source in self._trainable else key
