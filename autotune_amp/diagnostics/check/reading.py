@@ -27,8 +27,8 @@ from autotune_amp.precision import rules
 from autotune_amp.precision.rules import Severity
 
 _PACKAGE_FOLDER = Path(__file__).parents[2]
-# Folders of the standard library and of installed packages, in which the user cannot fix anything.
-_INSTALLED: Final = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_STDLIB: Final = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
+_PACKAGES: Final = {"site-packages", "dist-packages"}  # names of folders of installed packages, of any environment
 _OLD_AMP_NAMES = re.compile(r"torch\.(cuda|cpu)\.amp\b")
 _CLIP_FUNCTIONS: Final = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_")
 # By dtype: the method of a tensor or module that casts to it, then its names.
@@ -166,12 +166,15 @@ def _underlying_function(member: Any) -> Any:
 
 
 def _is_installed(file: str) -> bool:
-    """Whether a file is part of Python, of an installed package or of this one.
+    """Whether a file is part of Python, of an installed package or of this one, where the user cannot fix anything.
 
     This package's built-in workload counts as a user's file, unless the package itself is installed.
     """
-    return file.startswith(_INSTALLED) or (
-        Path(file).is_relative_to(_PACKAGE_FOLDER) and Path(file).name != "workloads.py"
+    path = Path(file)
+    return (
+        file.startswith(_STDLIB)
+        or not _PACKAGES.isdisjoint(path.parts)
+        or (path.is_relative_to(_PACKAGE_FOLDER) and path.name != "workloads.py")
     )
 
 

@@ -125,6 +125,14 @@ def executed(path: Path, module: str) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.parametrize("name", ["site-packages", "dist-packages"])
+def test_packages_of_another_environment_are_not_read(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name / "trainer.py"
+    path.parent.mkdir()
+    path.write_text("def train(): pass\n")
+    assert parse_sources([executed(path, "trainer")["train"]]) == ([], ())
+
+
 def test_a_class_of_a_script_is_read_by_its_methods_though_its_module_is_another_one_here(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(
