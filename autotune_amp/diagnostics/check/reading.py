@@ -290,7 +290,7 @@ def _scaler_findings(source: SourceText) -> Iterator[Finding]:
     Bf16 has the exponent range of fp32, so the loss needs no scale.
     """
     calls = [(source.full_name(node.func), node) for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
-    dtypes = [_autocast_dtype_name(source, name, node) for name, node in calls if name.endswith("autocast")]
+    dtypes = [_autocast_dtype_name(source, node) for name, node in calls if name.endswith("autocast")]
     if not dtypes or any(dtype != "bfloat16" for dtype in dtypes):
         return
     for name, node in calls:
@@ -299,11 +299,10 @@ def _scaler_findings(source: SourceText) -> Iterator[Finding]:
             yield make_finding(rules.SCALER, location, mend=fixes.disable_scaler(location.code))
 
 
-def _autocast_dtype_name(source: SourceText, name: str, call: ast.Call) -> str:
+def _autocast_dtype_name(source: SourceText, call: ast.Call) -> str:
     """Return the last part of the name of the dtype passed to an autocast call, "" if none is passed by name."""
     dtype_arguments = [keyword.value for keyword in call.keywords if keyword.arg == "dtype"]
-    dtype_position = 0 if _OLD_AMP_NAMES.match(name) else 1
-    dtype_arguments += call.args[dtype_position : dtype_position + 1]
+    dtype_arguments += call.args[1:2]  # after the device type, or after `enabled` of the old interface
     return source.full_name(dtype_arguments[0]).rpartition(".")[2] if dtype_arguments else ""
 
 

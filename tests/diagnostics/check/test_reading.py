@@ -108,6 +108,15 @@ def test_a_scaler_under_bf16(tmp_path: Path, dtype: str, scaler: str, is_found: 
     assert all("enabled=False" in finding.mend for finding in found)
 
 
+def test_a_scaler_under_bf16_of_the_old_interface(tmp_path: Path) -> None:
+    text = (
+        "from torch import bfloat16\nfrom torch.cuda.amp import GradScaler, autocast\n\n"
+        "def train(model):\n    scaler = GradScaler()\n"
+        "    with autocast(True, bfloat16):\n        scaler.scale(model()).backward()\n"
+    )
+    assert [finding.rule for finding in findings(tmp_path, text)] == ["old_interface", "scaler"]
+
+
 def test_what_is_installed_is_not_read_and_what_has_no_source_is_named() -> None:
     names: dict[str, Any] = {"nn": nn, "__name__": "made_up"}
     exec("class Made(nn.Module):\n    def forward(self, x): return x", names)
