@@ -64,11 +64,11 @@ class GradientSums:
         norms = math.sqrt(self.reference) * math.sqrt(self.low)
         common, half_width = common_error(self.errors)
         half_width = None if are_equal else half_width  # equal batches have equal noise
-        least, most = (_root(_ratio(common + side * (half_width or 0.0), square)) for side in (-1, 1))
+        least, most = (_root(ratio(common + side * (half_width or 0.0), square)) for side in (-1, 1))
         return GradientDamage(
             name=name,
-            noise_ratio=math.sqrt(_ratio(float(self.errors.trace()) / num_batches, scale)),
-            common_error=_root(_ratio(common, square)),
+            noise_ratio=math.sqrt(ratio(float(self.errors.trace()) / num_batches, scale)),
+            common_error=_root(ratio(common, square)),
             common_error_interval=None if half_width is None else (least, most),
             cosine=min(1.0, self.product / norms) if norms else float(self.reference == self.low),
             norm_ratio=math.sqrt(self.low / self.reference) if self.reference else 1.0,
@@ -339,5 +339,6 @@ def _root(value: float) -> float:
     return math.sqrt(max(0.0, value))
 
 
-def _ratio(distance: float, yardstick: float) -> float:
+def ratio(distance: float, yardstick: float) -> float:
+    """Return the distance in units of the yardstick. If that is zero: infinity, or 0 if the distance is zero too."""
     return distance / yardstick if yardstick else (math.inf if distance else 0.0)
