@@ -260,14 +260,6 @@ def parameters_with_signal(gradients: Gradients, perturbed: Gradients) -> set[st
     return names
 
 
-def compare(low: Sequence[Gradients], reference: Sequence[Gradients], names: Collection[str]) -> Comparison:
-    """Compare gradients of the same batches in the low precision and in fp32, over the parameters in `names`."""
-    comparer = GradientComparer(names)
-    for low_gradients, reference_gradients in zip(low, reference, strict=True):
-        comparer.add(low_gradients, reference_gradients)
-    return comparer.compared()
-
-
 def significant_entries(magnitudes: Tensor, sizes: list[int]) -> Tensor:
     """Return a mask of the significant entries of a flat tensor, the concatenation of parameters with these `sizes`.
 

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from autotune_amp.core.outcome import Fidelity
 from autotune_amp.core.precisions import Precision
-from autotune_amp.numerics.comparison import compare
+from autotune_amp.numerics.comparison import GradientComparer
 from autotune_amp.numerics.grading import Findings, grade, next_step
 from autotune_amp.numerics.passes import Gradients
 
@@ -36,7 +36,10 @@ def fidelity_from_gradients(
     findings = Findings(is_finite=are_finite, is_reference_finite=are_reference_finite, has_signal=has_signal)
     comparison = None
     if are_finite and are_reference_finite:
-        comparison = compare(low, reference, set().union(*reference))
+        comparer = GradientComparer(set().union(*reference))
+        for low_gradients, reference_gradients in zip(low, reference, strict=True):
+            comparer.add(low_gradients, reference_gradients)
+        comparison = comparer.compared()
         size = math.hypot(*losses[1])
         difference = math.hypot(*(a - b for a, b in zip(*losses, strict=False)))
         findings = findings._replace(
