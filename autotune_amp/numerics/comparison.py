@@ -22,6 +22,7 @@ MIN_RELATIVE_MAGNITUDE = 2.0**-12
 # A gradient that changes by more than this share if fp32 rounds differently is rounding noise. For example, the
 # gradient of the key projection's bias in attention is zero in exact arithmetic.
 MAX_OWN_NOISE = 0.1
+_NUM_WORST = 5  # parameters in the result
 _MAX_MODULES = 40  # modules in the result, the rows of a chart
 MIN_VARIANCE = 1e-6  # variance between batches over the squared gradient; less is rounding error of the sums
 _CHUNK_ENTRIES = 2**24  # number of gradient entries that are processed at a time, to bound memory
@@ -117,6 +118,15 @@ class Comparison(NamedTuple):
             "most_flushed": max(parameters, key=attrgetter("flushed_share"), default=None),
             "most_common": max(parameters, key=least_common_error, default=None),
             "shortest": min(parameters, key=attrgetter("norm_ratio"), default=None),
+        }
+
+    def fidelity_fields(self) -> dict[str, Any]:
+        """Return the fields of `Fidelity` that are not in `Findings`, by name, without the modules."""
+        worst = sorted(self.parameters, key=attrgetter("noise_ratio"), reverse=True)[:_NUM_WORST]
+        return {
+            "gradient_cosine": self.whole.cosine,
+            "gradient_norm_ratio": self.whole.norm_ratio,
+            "worst_parameters": tuple(worst),
         }
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from autotune_amp.core.config import MIN_LOSS_SCALE
@@ -67,7 +66,6 @@ NUM_SCALE_PASSES = 3  # usual number of passes to find a loss scale
 CLEARLY_FAITHFUL_SHARE = 0.5  # errors below this share of their limits need no more than MIN_NUM_BATCHES batches
 NUM_PAIRED_STEPS = 8  # steps of the short training runs, one in the precision and one in fp32
 NUM_ORDERS, LONG_STEPS = 3, (48, 24, 16)  # longer training run: orders of the batches; numbers of steps, longest first
-_NUM_WORST = 5  # parameters with the most rounding noise that are in the report
 # Fields of `Findings` that are copied to `Fidelity`.
 _COPIED_FINDINGS = (
     *("loss_error", "noise_ratio", "common_error", "common_error_interval", "flushed_share"),
@@ -293,7 +291,6 @@ class Experiment:
         takes the place of their names in the reason: a clause that begins with a semicolon.
         """
         comparison, findings, training = attempt.comparison, attempt.findings, attempt.training
-        parameters = [] if comparison is None else comparison.parameters
         verdict, low_weights = attempt.grade.verdict, self._low_weights
         labels = {
             OUTSIDE: "the code outside of the model, such as the loss function or the optimizer",
@@ -314,12 +311,10 @@ class Experiment:
             or next_step(self._label, verdict, healing_pins, is_due_to_low_weights=is_due_to_low_weights),
             pinned_modules=attempt.pins,
             **{name: getattr(findings, name) for name in _COPIED_FINDINGS},
-            gradient_cosine=None if comparison is None else comparison.whole.cosine,
-            gradient_norm_ratio=None if comparison is None else comparison.whole.norm_ratio,
+            **{} if comparison is None else comparison.fidelity_fields(),
             loss_scale=attempt.scale if self._mode.takes_scaler else None,
             num_paired_steps=0 if training is None else len(training.losses),
             num_skips=0 if training is None else training.num_skips,
-            worst_parameters=tuple(sorted(parameters, key=attrgetter("noise_ratio"), reverse=True)[:_NUM_WORST]),
             modules=() if comparison is None else tuple(comparison.modules),
             gradient_histogram=self._reference_pass.octaves,
             culprits=culprits,

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import attrgetter
 
 from autotune_amp.core.outcome import Fidelity
 from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.comparison import GradientComparer
 from autotune_amp.numerics.grading import Findings, grade, next_step
 from autotune_amp.numerics.passes import Gradients
-
-_NUM_WORST = 5  # parameters in the report
 
 
 def fidelity_from_gradients(
@@ -58,10 +55,6 @@ def fidelity_from_gradients(
         common_error_interval=findings.common_error_interval,
         loss_error=findings.loss_error,
         flushed_share=findings.flushed_share,
-        gradient_cosine=None if comparison is None else comparison.whole.cosine,
-        gradient_norm_ratio=None if comparison is None else comparison.whole.norm_ratio,
-        worst_parameters=()
-        if comparison is None
-        else tuple(sorted(comparison.parameters, key=attrgetter("noise_ratio"), reverse=True)[:_NUM_WORST]),
         num_passes=len(low) + len(reference),
+        **{} if comparison is None else comparison.fidelity_fields(),
     )
