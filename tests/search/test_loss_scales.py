@@ -166,7 +166,7 @@ def test_without_a_safe_scale_fp16_is_refused_and_where_none_was_looked_for_not(
 
 def test_the_preferred_pair_stays_unless_another_applies_more() -> None:
     def applies(share: float) -> Replay:
-        return Replay(0, None, share, 1.0)
+        return Replay(0, share, 1.0)
 
     preferred = (1024.0, 2000)
     assert best_pair({preferred: applies(0.9), (8.0, 100): applies(0.9004)}, preferred) == preferred
