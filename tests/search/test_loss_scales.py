@@ -115,7 +115,7 @@ def test_a_window_of_passes_divides_the_loss_and_so_the_scale() -> None:
     """The same gradients at a quarter of the scale: all that is safe or flushed moves by two octaves."""
     one, four = scales(), scales(accumulation_steps=4)
     assert four.preferred == (4 * one.preferred[0], 2000)
-    assert four.replay(four.preferred)[:3] == one.scored[one.preferred][:3]
+    assert four.replay(four.preferred)[:2] == one.scored[one.preferred][:2]
     assert four.flushed_share((2.0**10, 1)) == one.flushed_share((2.0**8, 1))
     assert min(four.finite_log2_scales) == min(one.finite_log2_scales) + 2
 
