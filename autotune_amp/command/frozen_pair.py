@@ -101,8 +101,8 @@ def pair_steps(
             "no batch was observed, neither from a DataLoader nor as an input of the model",
             "Call the model with its batch as tensors.",
         )
-    for part, name in (("weights", "first weights"), ("batch", "batches")):
-        if any(getattr(low_by_key[key], part) != getattr(reference_by_key[key], part) for key in common_keys):
+    for field, name in (("weights", "first weights"), ("batch", "batches")):
+        if any(getattr(low_by_key[key], field) != getattr(reference_by_key[key], field) for key in common_keys):
             if has_other_arguments:
                 return PairingProblem(
                     f"the {name} of the two runs differ: this value changes them, or they are not seeded",
