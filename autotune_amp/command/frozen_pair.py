@@ -16,9 +16,10 @@ from autotune_amp.core.precisions import Precision
 
 class FrozenStep(msgspec.Struct, frozen=True, kw_only=True):
     """Gradients of one optimizer at one batch on one rank: the path of the file for each precision, and the number of
-    entries of each parameter.
+    entries of each parameter. `name` tells the rank and the optimizer.
     """
 
+    name: str
     low: str
     reference: str
     sizes: tuple[int, ...]
@@ -38,7 +39,7 @@ class FrozenPair(Job[Fidelity], frozen=True, kw_only=True):
     losses: tuple[tuple[float, ...], tuple[float, ...]]
 
     def run(self, context: Any, tell: Tell) -> Fidelity:  # noqa: ARG002 - it reports no progress
-        """Compare the gradients and return the fidelity; see `numerics.frozen.judge_frozen`."""
+        """Compare the gradients and return the fidelity; see `numerics.frozen.fidelity_from_gradients`."""
         import torch
 
         from autotune_amp.numerics.frozen import fidelity_from_gradients
@@ -46,8 +47,8 @@ class FrozenPair(Job[Fidelity], frozen=True, kw_only=True):
         def read(which: str) -> list[dict[str, torch.Tensor]]:
             return [
                 {
-                    f"rank part {part}, parameter {index}": tensor
-                    for part, step in enumerate(batch)
+                    f"{step.name}, parameter {index}": tensor
+                    for step in batch
                     for index, tensor in enumerate(
                         torch.split(
                             torch.from_file(getattr(step, which), size=sum(step.sizes), dtype=torch.float32),
@@ -81,8 +82,8 @@ _SEED_OR_COMPARE = (
 def pair_steps(
     low: list[Gradient], reference: list[Gradient], *, has_other_arguments: bool = False
 ) -> tuple[tuple[FrozenStep, ...], ...] | PairingProblem:
-    """Return the steps that both runs recorded, grouped by batch, or why they cannot be compared. `reference` is of
-    fp32; `has_other_arguments`: the other run has other arguments of the command than today's.
+    """Return the steps that both runs recorded, grouped by batch: the n-th step of each optimizer on each rank; or why
+    they cannot be compared. `reference` is of fp32; `has_other_arguments`: `low` has other arguments than today's.
     """
     low_by_key = {(g.number, g.rank, g.optimizer, g.part): g for g in low}
     reference_by_key = {(g.number, g.rank, g.optimizer, g.part): g for g in reference}
@@ -100,20 +101,27 @@ def pair_steps(
             "no batch was observed, neither from a DataLoader nor as an input of the model",
             "Call the model with its batch as tensors.",
         )
-    for part, name in (("weights", "first weights"), ("batch", "batches")):
-        if any(getattr(low_by_key[key], part) != getattr(reference_by_key[key], part) for key in common_keys):
+    for field, name in (("weights", "first weights"), ("batch", "batches")):
+        if any(getattr(low_by_key[key], field) != getattr(reference_by_key[key], field) for key in common_keys):
             if has_other_arguments:
                 return PairingProblem(
                     f"the {name} of the two runs differ: this value changes them, or they are not seeded",
                     _SEED_OR_COMPARE,
                 )
             return PairingProblem(f"the {name} differ from run to run", _SEED)
-    numbers = dict.fromkeys(key[0] for key in common_keys)
-    return tuple(
-        tuple(
-            FrozenStep(low=low_by_key[key].path, reference=reference_by_key[key].path, sizes=low_by_key[key].sizes)
-            for key in common_keys
-            if key[0] == number
+    # `number` counts the steps of all optimizers.
+    numbers_by_optimizer: dict[tuple[int, int], list[int]] = {}
+    batches: dict[int, list[FrozenStep]] = {}
+    for key in common_keys:
+        number, rank, optimizer, part = key
+        numbers = numbers_by_optimizer.setdefault((rank, optimizer), [])
+        if number not in numbers:
+            numbers.append(number)
+        step = FrozenStep(
+            name=f"rank {rank}, optimizer {optimizer}, part {part}",
+            low=low_by_key[key].path,
+            reference=reference_by_key[key].path,
+            sizes=low_by_key[key].sizes,
         )
-        for number in numbers
-    )
+        batches.setdefault(numbers.index(number), []).append(step)
+    return tuple(map(tuple, batches.values()))

@@ -31,11 +31,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -315,7 +315,7 @@ def run_profile(
         trials = {p: _trial(p, space, opened) for p in requested if p not in reasons}
         meter.start()
         num_rounds = NUM_ROUNDS if source.command_template is None else _num_command_rounds(len(trials), opened)
-        outcomes = time_in_turns(backend, trials, num_batches, progress, num_rounds)
+        outcomes = time_in_turns(backend.submit, trials, num_batches, progress, num_rounds)
         load = machine_load.evidence([meter.stop()])
         if load is not None:  # the rows' intervals come from the processes themselves
             load = msgspec.structs.replace(load, interval_factors=(1.0, 1.0))
@@ -344,7 +344,7 @@ def run_profile(
             problem = None if path is None else write_trace(parts, path)
         notes += source.leftovers()
     results = ProfileResults(opened.hardware, reasons, outcomes, profiled, opened.description.weights)
-    profile = make_profile(
+    return make_profile(
         make_rows(requested, results),
         results,
         workload=source.name,
@@ -352,15 +352,8 @@ def run_profile(
         num_batches=num_batches,
         trace=None if path is None or problem is not None else str(path),
         notes=notes if problem is None else [*notes, problem],
+        is_command=source.command_template is not None,
     )
-    return msgspec.structs.replace(profile, is_command=source.command_template is not None)
-
-
-class TrialBackend(Protocol):
-    """Interface of a backend that runs trials."""
-
-    def submit(self, job: Trial, /) -> Handle[Outcome]:
-        """Start a trial and return its handle."""
 
 
 def _num_command_rounds(num_precisions: int, opened: OpenedWorkload) -> int:
@@ -370,7 +363,7 @@ def _num_command_rounds(num_precisions: int, opened: OpenedWorkload) -> int:
 
 
 def time_in_turns(
-    backend: TrialBackend,
+    submit: Callable[[Trial], Handle[Outcome]],
     trials: Mapping[Precision, Trial],
     num_batches: int,
     progress: Progress,
@@ -393,17 +386,17 @@ def time_in_turns(
             trial = msgspec.structs.replace(trial, seed=trial.seed + round_index, num_steps=(num_steps, num_steps))
             if precision != "fp32" and fp32 and isinstance(fp32[0], Measurement):
                 trial = msgspec.structs.replace(trial, **trial_limits(fp32[0]))
-            outcome = _run_trial(backend, trial, next(numbers), progress)
+            outcome = _run_trial(submit, trial, next(numbers), progress)
             if isinstance(outcome, Failure) and outcome.kind == "workload_error" and precision == "fp32":
                 raise WorkloadError(*failure_message(outcome))
             outcomes[precision].append(outcome)
     return outcomes
 
 
-def _run_trial(backend: TrialBackend, trial: Trial, number: int, progress: Progress) -> Outcome:
+def _run_trial(submit: Callable[[Trial], Handle[Outcome]], trial: Trial, number: int, progress: Progress) -> Outcome:
     progress.trial_started(number, trial.candidate, trial.purpose)
     started = time.monotonic()
-    outcome = backend.submit(trial).result()
+    outcome = submit(trial).result()
     record = Record(
         search_id="profile",
         number=number,
@@ -638,6 +631,7 @@ def make_profile(
     num_batches: int,
     trace: str | None = None,
     notes: Sequence[str] = (),
+    is_command: bool = False,
 ) -> AmpProfile:
     """Return the profile made of these rows, fp32's first. `notes` are put before those that the rows give rise to.
 
@@ -659,6 +653,7 @@ def make_profile(
         next_steps=(),
         notes=(*notes, *_notes(rows, results)),
         trace=trace,
+        is_command=is_command,
     )
     if profile.gap is None:
         return profile

@@ -67,8 +67,15 @@ def batch_tensors(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor
         for index, value in enumerate(batch):
             yield from batch_tensors(value, f"{prefix}{fields[index]}" if fields else f"{name}[{index}]")
     elif dataclasses.is_dataclass(batch) or (hasattr(batch, "__dict__") and not callable(batch)):
-        for attribute, value in vars(batch).items():
+        for attribute, value in _attributes(batch).items():
             yield from batch_tensors(value, f"{prefix}{attribute}")
+
+
+def _attributes(batch: Any) -> dict[str, Any]:
+    """Return the attributes of an object, and the fields of a dataclass, which may be in slots, by name."""
+    fields = dataclasses.fields(batch) if dataclasses.is_dataclass(batch) else ()
+    in_fields = {field.name: getattr(batch, field.name) for field in fields if hasattr(batch, field.name)}
+    return in_fields | getattr(batch, "__dict__", {})
 
 
 def first_dimensions(batch: Any) -> set[int]:
@@ -109,7 +116,7 @@ def _slice_samples(batch: Any, part: slice, num_samples: int) -> Any:
         for key, value in batch.items():
             copied[key] = sliced(value)
     else:
-        for name, value in vars(batch).items():
+        for name, value in _attributes(batch).items():
             object.__setattr__(copied, name, sliced(value))  # works for a frozen dataclass too
     return copied
 

@@ -23,8 +23,7 @@ from autotune_amp.numerics.scaler_replay import starting_scale
 from autotune_amp.precision.forward_wrapper import watch_forward
 
 _STEPS_PER_HISTOGRAM = 4  # each histogram costs an fp32 pass
-MIN_OCTAVE, MAX_OCTAVE = -150, 129  # limits of the histogram, outside of fp32's range of 2^-149 to 2^128
-MAX_COUNT = 2**24  # largest exact integer in fp32, the dtype of torch.histc's counts
+MIN_OCTAVE = -149  # of fp32's least number
 FIRST_LOG2_SCALE = 12.0  # where the search for log2 S* starts
 # A scale below 2^-24, fp16's least number, is 0 in fp16, in which the backward pass may begin. A scale above 2^40
 # makes every fp16 gradient but 0 infinite, so larger ones need no search.
@@ -86,10 +85,8 @@ def count_octaves(gradients: Iterable[Tensor]) -> Counter[int]:
     for group in groups_to_concatenate(dict(enumerate(values))):
         magnitudes = torch.cat([value.flatten().float() for value in group.values()]).nan_to_num(0.0, 0.0, 0.0).abs()
         is_counted = significant_entries(magnitudes, [value.numel() for value in group.values()])
-        octaves = (torch.frexp(magnitudes).exponent - 1).where(is_counted, MAX_OCTAVE + 1).float()
-        parts = torch.split(octaves, MAX_COUNT)
-        histograms = [torch.histc(part, MAX_OCTAVE - MIN_OCTAVE, MIN_OCTAVE, MAX_OCTAVE).long() for part in parts]
-        totals = torch.stack(histograms).sum(0).tolist()
+        octaves = torch.frexp(magnitudes[is_counted]).exponent - 1
+        totals = torch.bincount(octaves - MIN_OCTAVE).tolist()  # exact, and deterministic on CUDA as histc is not
         counts.update({octave: num for octave, num in enumerate(totals, MIN_OCTAVE) if num})
     return counts
 

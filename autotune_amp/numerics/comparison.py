@@ -22,6 +22,7 @@ MIN_RELATIVE_MAGNITUDE = 2.0**-12
 # A gradient that changes by more than this share if fp32 rounds differently is rounding noise. For example, the
 # gradient of the key projection's bias in attention is zero in exact arithmetic.
 MAX_OWN_NOISE = 0.1
+_NUM_WORST = 5  # parameters in the result
 _MAX_MODULES = 40  # modules in the result, the rows of a chart
 MIN_VARIANCE = 1e-6  # variance between batches over the squared gradient; less is rounding error of the sums
 _CHUNK_ENTRIES = 2**24  # number of gradient entries that are processed at a time, to bound memory
@@ -64,11 +65,11 @@ class GradientSums:
         norms = math.sqrt(self.reference) * math.sqrt(self.low)
         common, half_width = common_error(self.errors)
         half_width = None if are_equal else half_width  # equal batches have equal noise
-        least, most = (_root(_ratio(common + side * (half_width or 0.0), square)) for side in (-1, 1))
+        least, most = (_root(ratio(common + side * (half_width or 0.0), square)) for side in (-1, 1))
         return GradientDamage(
             name=name,
-            noise_ratio=math.sqrt(_ratio(float(self.errors.trace()) / num_batches, scale)),
-            common_error=_root(_ratio(common, square)),
+            noise_ratio=math.sqrt(ratio(float(self.errors.trace()) / num_batches, scale)),
+            common_error=_root(ratio(common, square)),
             common_error_interval=None if half_width is None else (least, most),
             cosine=min(1.0, self.product / norms) if norms else float(self.reference == self.low),
             norm_ratio=math.sqrt(self.low / self.reference) if self.reference else 1.0,
@@ -117,6 +118,15 @@ class Comparison(NamedTuple):
             "most_flushed": max(parameters, key=attrgetter("flushed_share"), default=None),
             "most_common": max(parameters, key=least_common_error, default=None),
             "shortest": min(parameters, key=attrgetter("norm_ratio"), default=None),
+        }
+
+    def fidelity_fields(self) -> dict[str, Any]:
+        """Return the fields of `Fidelity` that are not in `Findings`, by name, without the modules."""
+        worst = sorted(self.parameters, key=attrgetter("noise_ratio"), reverse=True)[:_NUM_WORST]
+        return {
+            "gradient_cosine": self.whole.cosine,
+            "gradient_norm_ratio": self.whole.norm_ratio,
+            "worst_parameters": tuple(worst),
         }
 
 
@@ -260,14 +270,6 @@ def parameters_with_signal(gradients: Gradients, perturbed: Gradients) -> set[st
     return names
 
 
-def compare(low: Sequence[Gradients], reference: Sequence[Gradients], names: Collection[str]) -> Comparison:
-    """Compare gradients of the same batches in the low precision and in fp32, over the parameters in `names`."""
-    comparer = GradientComparer(names)
-    for low_gradients, reference_gradients in zip(low, reference, strict=True):
-        comparer.add(low_gradients, reference_gradients)
-    return comparer.compared()
-
-
 def significant_entries(magnitudes: Tensor, sizes: list[int]) -> Tensor:
     """Return a mask of the significant entries of a flat tensor, the concatenation of parameters with these `sizes`.
 
@@ -339,5 +341,6 @@ def _root(value: float) -> float:
     return math.sqrt(max(0.0, value))
 
 
-def _ratio(distance: float, yardstick: float) -> float:
+def ratio(distance: float, yardstick: float) -> float:
+    """Return the distance in units of the yardstick. If that is zero: infinity, or 0 if the distance is zero too."""
     return distance / yardstick if yardstick else (math.inf if distance else 0.0)

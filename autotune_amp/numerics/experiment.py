@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from autotune_amp.core.config import MIN_LOSS_SCALE
@@ -67,7 +66,6 @@ NUM_SCALE_PASSES = 3  # usual number of passes to find a loss scale
 CLEARLY_FAITHFUL_SHARE = 0.5  # errors below this share of their limits need no more than MIN_NUM_BATCHES batches
 NUM_PAIRED_STEPS = 8  # steps of the short training runs, one in the precision and one in fp32
 NUM_ORDERS, LONG_STEPS = 3, (48, 24, 16)  # longer training run: orders of the batches; numbers of steps, longest first
-_NUM_WORST = 5  # parameters with the most rounding noise that are in the report
 # Fields of `Findings` that are copied to `Fidelity`.
 _COPIED_FINDINGS = (
     *("loss_error", "noise_ratio", "common_error", "common_error_interval", "flushed_share"),
@@ -246,11 +244,13 @@ class Experiment:
         """Switch to random numbers drawn in fp32 if training in the precision draws them in half and fp32 does not.
 
         Then one seed gives different numbers in the two, which alone can cause a bad verdict. Returns whether it
-        switched; if so, all later passes draw in fp32 and round. `pins` are the modules in fp32.
+        switched; if so, all later passes draw in fp32 and round. If not, the model keeps its weights. `pins` are the
+        modules in fp32.
         """
         if self._subject.is_compiled or not self.low.has_random_draws:
             return False
         random_mode = self.low.random_mode = self.fp32.random_mode = Fp32RandomMode()
+        current = Passes(self.low.subject)
         draws_in_half = False
         with suppress(Exception):  # the user's code is run in an unusual way and may raise anything
             self.fp32.run(0, "fp32")
@@ -260,6 +260,7 @@ class Experiment:
                 draws_in_half = random_mode.num_drawn > 0
         if not draws_in_half:
             self.low.random_mode = self.fp32.random_mode = None
+            current.restore()
         return draws_in_half
 
     @cached_property
@@ -290,7 +291,6 @@ class Experiment:
         takes the place of their names in the reason: a clause that begins with a semicolon.
         """
         comparison, findings, training = attempt.comparison, attempt.findings, attempt.training
-        parameters = [] if comparison is None else comparison.parameters
         verdict, low_weights = attempt.grade.verdict, self._low_weights
         labels = {
             OUTSIDE: "the code outside of the model, such as the loss function or the optimizer",
@@ -311,12 +311,10 @@ class Experiment:
             or next_step(self._label, verdict, healing_pins, is_due_to_low_weights=is_due_to_low_weights),
             pinned_modules=attempt.pins,
             **{name: getattr(findings, name) for name in _COPIED_FINDINGS},
-            gradient_cosine=None if comparison is None else comparison.whole.cosine,
-            gradient_norm_ratio=None if comparison is None else comparison.whole.norm_ratio,
+            **{} if comparison is None else comparison.fidelity_fields(),
             loss_scale=attempt.scale if self._mode.takes_scaler else None,
             num_paired_steps=0 if training is None else len(training.losses),
             num_skips=0 if training is None else training.num_skips,
-            worst_parameters=tuple(sorted(parameters, key=attrgetter("noise_ratio"), reverse=True)[:_NUM_WORST]),
             modules=() if comparison is None else tuple(comparison.modules),
             gradient_histogram=self._reference_pass.octaves,
             culprits=culprits,

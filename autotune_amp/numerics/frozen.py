@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import attrgetter
 
 from autotune_amp.core.outcome import Fidelity
 from autotune_amp.core.precisions import Precision
-from autotune_amp.numerics.comparison import compare
+from autotune_amp.numerics.comparison import GradientComparer
 from autotune_amp.numerics.grading import Findings, grade, next_step
 from autotune_amp.numerics.passes import Gradients
-
-_NUM_WORST = 5  # parameters in the report
 
 
 def fidelity_from_gradients(
@@ -36,7 +33,10 @@ def fidelity_from_gradients(
     findings = Findings(is_finite=are_finite, is_reference_finite=are_reference_finite, has_signal=has_signal)
     comparison = None
     if are_finite and are_reference_finite:
-        comparison = compare(low, reference, set().union(*reference))
+        comparer = GradientComparer(set().union(*reference))
+        for low_gradients, reference_gradients in zip(low, reference, strict=True):
+            comparer.add(low_gradients, reference_gradients)
+        comparison = comparer.compared()
         size = math.hypot(*losses[1])
         difference = math.hypot(*(a - b for a, b in zip(*losses, strict=False)))
         findings = findings._replace(
@@ -55,10 +55,6 @@ def fidelity_from_gradients(
         common_error_interval=findings.common_error_interval,
         loss_error=findings.loss_error,
         flushed_share=findings.flushed_share,
-        gradient_cosine=None if comparison is None else comparison.whole.cosine,
-        gradient_norm_ratio=None if comparison is None else comparison.whole.norm_ratio,
-        worst_parameters=()
-        if comparison is None
-        else tuple(sorted(comparison.parameters, key=attrgetter("noise_ratio"), reverse=True)[:_NUM_WORST]),
         num_passes=len(low) + len(reference),
+        **{} if comparison is None else comparison.fidelity_fields(),
     )

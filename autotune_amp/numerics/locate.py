@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autotune_amp.core.precisions import Precision
+from autotune_amp.numerics.comparison import ratio
 from autotune_amp.numerics.passes import Passes, stored_values
 from autotune_amp.precision.forward_wrapper import (
     can_be_wrapped,
@@ -100,7 +101,7 @@ def _relative_error(output: Tensor, reference: Tensor) -> float:
     size = float(torch.linalg.vector_norm(spread))
     whole = float(torch.linalg.vector_norm(reference))
     size = size if size > 1e-6 * whole else whole  # the same for all samples, like position embeddings
-    return difference / size if size else (math.inf if difference else 0.0)
+    return ratio(difference, size)
 
 
 # -- origin of non-finite numbers --------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from autotune_amp.core.config import MIN_LOSS_SCALE
 from autotune_amp.core.outcome import LostUpdates
 from autotune_amp.core.precisions import Precision
+from autotune_amp.numerics.comparison import ratio
 from autotune_amp.numerics.grading import TrainingDivergence
 from autotune_amp.numerics.passes import CheckInputs, Passes, PassResult, stored_values
 from autotune_amp.precision.forward_wrapper import parameters_by_name
@@ -100,7 +101,7 @@ def relative_gap(low: TrainingRun, reference: TrainingRun, perturbed: TrainingRu
 
     All runs are finite and of equal length.
     """
-    return _ratio(_distance(low, reference), _distance(perturbed, reference))
+    return ratio(_distance(low, reference), _distance(perturbed, reference))
 
 
 def noise_gap(low: TrainingRun, reference: TrainingRun) -> float:
@@ -110,7 +111,7 @@ def noise_gap(low: TrainingRun, reference: TrainingRun) -> float:
     """
     # From differences of successive losses, so that the decrease of the loss does not count as scatter.
     steps = [after - before for before, after in zip(reference.losses, reference.losses[1:], strict=False)]
-    return _ratio(_distance(low, reference), pstdev(steps) / math.sqrt(2))
+    return ratio(_distance(low, reference), pstdev(steps) / math.sqrt(2))
 
 
 def shuffled_batch_order(num_steps: int, num_batches: int, order: int) -> list[int]:
@@ -189,10 +190,6 @@ def perturb(model: nn.Module, relative: float, seed: int) -> None:
 
 def _distance(one: TrainingRun, other: TrainingRun) -> float:
     return fmean(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
-
-
-def _ratio(distance: float, yardstick: float) -> float:
-    return distance / yardstick if yardstick else (math.inf if distance else 0.0)
 
 
 # -- weights kept in low precision -------------------------------------------------------------------------------------

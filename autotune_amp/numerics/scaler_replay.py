@@ -79,14 +79,13 @@ class FlushedShares:
 
 
 class Replay(NamedTuple):
-    """Cost of a loss scale over a trace. `first_skip` is None if no step is skipped.
+    """Cost of a loss scale over a trace.
 
     `applied_share` is the share of the gradient that reaches the optimizer: the mean over all steps of (1 - skipped)(1
     - F0(scale)). `final_scale` is the loss scale after the last step.
     """
 
     num_skips: int
-    first_skip: int | None
     applied_share: float
     final_scale: float
 
@@ -136,14 +135,12 @@ def replay(
     precision, and for overflows of gradients: after a non-finite loss it skips the step without backing off.
     """
     clean_steps: Counter[float] = Counter()
-    num_skips, first_skip, scale = 0, None, loss_scale.init_scale
+    num_skips, scale = 0, loss_scale.init_scale
     for scale, num_clean, skip in constant_scale_stretches(trace, loss_scale, is_bounded=is_bounded):
         clean_steps[scale] += num_clean
-        if skip is not None:
-            num_skips += 1
-            first_skip = skip if first_skip is None else first_skip
+        num_skips += skip is not None
     lost = 0.0 if flushed is None else math.fsum(n * flushed.at(_log2(scale)) for scale, n in clean_steps.items())
-    return Replay(num_skips, first_skip, (len(trace) - num_skips - lost) / len(trace), scale)
+    return Replay(num_skips, (len(trace) - num_skips - lost) / len(trace), scale)
 
 
 def skipped_steps(trace: SafeScaleTrace, loss_scale: LossScale, *, is_bounded: bool = False) -> list[int]:

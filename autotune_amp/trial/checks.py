@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, IterableDataset
 
 from autotune_amp.command.agent.flops import count_flops
@@ -176,6 +177,8 @@ def _make_check_inputs(context: Context, spec: Check, tell: Tell, stack: ExitSta
     if device.type != "cpu":
         batches = [data.move_batch(batch, device) for batch in batches]
     reference = _inputs_for_model(context.workload, spec, context.model(device), batches)
+    if reference.loop is None and any(map(is_lazy, reference.model.parameters())):
+        reference.loss(reference.model, batches[0])  # gives the parameters their first values
     tell(Ready())
     num_steps = 0
     if spec.num_steps_before:

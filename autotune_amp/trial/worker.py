@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune_amp.core.hardware import Hardware
@@ -73,9 +74,10 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
     model = context.model(device)
     # Building may have set flags, such as those for TF32. An active autocast is the caller's, in another process.
     state = {**torch_state.capture(), **torch_state.autocast_of(state)}
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if not is_lazy(parameter)]
     if isinstance(model, LoopState):
-        trained, live_training = model.trained(), model.live_training(device)
+        trained = [tensor for tensor in model.trained() if not is_lazy(tensor)]
+        live_training = model.live_training(device)
     else:
         live_training = LiveTraining([model], users_optimizers(make_optimizer(workload, model)), device)
         trained = [parameter for parameter in parameters if parameter.requires_grad]

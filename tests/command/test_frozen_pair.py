@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from autotune_amp.command.frozen_pair import FrozenPair, FrozenStep, PairingProblem, pair_steps
+from autotune_amp.command.frozen_pair import FrozenPair, PairingProblem, pair_steps
 from autotune_amp.command.messages import Gradient
 from autotune_amp.core.outcome import Fidelity
 
@@ -24,6 +24,16 @@ def test_steps_are_paired_by_batch_and_rank() -> None:
     assert [[(step.low, step.reference) for step in batch] for batch in found if isinstance(batch, tuple)] == [
         [("low00", "fp3200"), ("low01", "fp3201")],
         [("low10", "fp3210"), ("low11", "fp3211")],
+    ]
+
+
+def test_the_nth_step_of_each_optimizer_is_at_the_nth_batch() -> None:
+    """As in a GAN, whose steps are counted together; the low precision has skipped the first two."""
+    reference = [gradient(number, "fp32", optimizer=number % 2) for number in range(6)]
+    found = pair_steps([gradient(step.number, optimizer=step.optimizer) for step in reference[2:]], reference)
+    assert [[(step.name, step.low) for step in batch] for batch in found if isinstance(batch, tuple)] == [
+        [("rank 0, optimizer 0, part 0", "low20"), ("rank 0, optimizer 1, part 0", "low30")],
+        [("rank 0, optimizer 0, part 0", "low40"), ("rank 0, optimizer 1, part 0", "low50")],
     ]
 
 
@@ -48,23 +58,29 @@ def test_what_is_not_alike_is_not_held_against_each_other() -> None:
 
 def test_the_job_reads_the_gradients_from_their_files(tmp_path: Path) -> None:
     chance = torch.Generator().manual_seed(0)
-    steps = []
-    for number in range(3):
-        values = torch.randn(5, generator=chance)
-        (tmp_path / f"fp32{number}").write_bytes(values.numpy().tobytes())
-        (tmp_path / f"low{number}").write_bytes(values.bfloat16().float().numpy().tobytes())
-        names = (str(tmp_path / f"{which}{number}") for which in ("low", "fp32"))
-        steps.append((FrozenStep(low=next(names), reference=next(names), sizes=(2, 3)),))
+    low: list[Gradient] = []
+    reference: list[Gradient] = []
+    for number in range(6):  # of two optimizers, whose parameters differ in size
+        sizes = ((2, 3), (4,))[number % 2]
+        values = torch.randn(sum(sizes), generator=chance)
+        for which, of_run in (("low", low), ("fp32", reference)):
+            written = values if which == "fp32" else values.bfloat16().float()
+            path = tmp_path / f"{which}{number}0"
+            path.write_bytes(written.numpy().tobytes())
+            of_run.append(gradient(number, str(tmp_path / which), optimizer=number % 2, sizes=sizes))
+    steps = pair_steps(low, reference)
+    assert not isinstance(steps, PairingProblem)
     job = FrozenPair(
         device="cpu",
         precision="bf16",
         label="bf16 attn=eager",
         batch_size=4,
-        steps=tuple(steps),
+        steps=steps,
         losses=((1.0, 1.0, 1.0), (1.0, 1.0, 1.0)),
     )
     found = job.run(None, lambda _: None)
     assert isinstance(found, Fidelity)
     assert found.verdict == "faithful"
     assert "bf16 attn=eager" in found.reason
-    assert {each.name for each in found.worst_parameters} == {f"rank part 0, parameter {index}" for index in (0, 1)}
+    names = ("optimizer 0, part 0, parameter 0", "optimizer 0, part 0, parameter 1", "optimizer 1, part 0, parameter 0")
+    assert {each.name for each in found.worst_parameters} == {f"rank 0, {name}" for name in names}

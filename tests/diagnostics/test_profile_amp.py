@@ -33,7 +33,7 @@ class Children:
         self.trials: list[Trial] = []
         precisions: list[Precision] = ["fp32", "bf16"]
         trials = {p: Trial(candidate=Setting(precision=p, batch_size=8), device="cpu") for p in precisions}
-        self.outcomes = time_in_turns(self, trials, num_batches, Progress())
+        self.outcomes = time_in_turns(self.submit, trials, num_batches, Progress())
 
     def submit(self, job: Trial) -> Any:
         self.trials.append(job)

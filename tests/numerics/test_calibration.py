@@ -171,6 +171,18 @@ def test_zeros_and_entries_too_small_to_count_are_in_no_octave() -> None:
     assert count_octaves([gradient, torch.zeros(3)]) == {0: 1, -11: 1}
 
 
+def test_the_histogram_needs_no_operator_that_deterministic_algorithms_refuse_on_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("_histc_cuda with floating point input does not have a deterministic implementation")
+
+    monkeypatch.setattr(torch, "histc", refuse)
+    assert count_octaves([torch.tensor([2.0**-149, 2.0**-148])]) == {-149: 1, -148: 1}
+    assert count_octaves([torch.tensor([torch.finfo(torch.float32).max])]) == {127: 1}
+    assert count_octaves([torch.zeros(2)]) == count_octaves([]) == {}
+
+
 # -- what modules put out ----------------------------------------------------------------------------------------------
 
 

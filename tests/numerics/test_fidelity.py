@@ -268,6 +268,30 @@ def test_a_gradient_that_no_scale_saves_at_once_or_later_in_training(num_calls: 
     assert found.num_paired_steps < NUM_PAIRED_STEPS
 
 
+class BreaksOnceTrained(nn.Module):
+    """Its gradient is infinite in fp16 as soon as its weight has moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.weight * x
+        if y.dtype == torch.float16 and self.weight != 1:
+            y.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call] # torch's
+        return y
+
+
+def test_the_culprit_is_looked_for_in_trained_weights_though_random_draws_were_looked_at() -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return mean_square(model, batch) + 0 * torch.rand(())
+
+    model = chain(enter=nn.Linear(8, 16), middle=BreaksOnceTrained(), head=nn.Linear(16, 4))
+    found = checked(subject(model, loss), "fp16")
+    assert "training steps" in found.reason
+    assert (found.culprits, found.healing_pins) == (("middle",), ("middle",))
+
+
 def test_where_the_loss_function_is_responsible_nothing_can_be_pinned() -> None:
     def log_error(model: nn.Module, batch: Batch) -> Tensor:
         output = model(batch.x)

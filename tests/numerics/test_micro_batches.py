@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -75,6 +76,20 @@ def classes(model: Any, batch: Any) -> Tensor:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    image: Tensor
+    name: str
+
+
+def test_a_dataclass_with_slots_is_cut_as_any_other_batch() -> None:
+    image = torch.randn(4, 3)
+    assert accumulation.first_dimensions(Scene(image, "park")) == {4}
+    first, second = split_batch(Scene(image, "park"), 2)
+    assert (first.name, second.name) == ("park", "park")
+    assert torch.equal(torch.cat([first.image, second.image]), image)
 
 
 @pytest.mark.parametrize("num_samples", [6, 16])

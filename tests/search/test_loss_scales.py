@@ -54,7 +54,7 @@ def test_the_course_is_the_replay_stretch_by_stretch() -> None:
     known = scales(num_steps=5000, log2_scale=14.5)
     course, told = known.scale_stretches(DEFAULT_PAIR, is_bounded=True), known.replay(DEFAULT_PAIR)
     skipped = [stretch.skip for stretch in course if stretch.skip is not None]
-    assert (len(skipped), skipped[0], course[-1].scale) == (told.num_skips, told.first_skip, told.final_scale)
+    assert (len(skipped), course[-1].scale) == (told.num_skips, told.final_scale)
     assert [stretch.first_step for stretch in course] == sorted(stretch.first_step for stretch in course)
     for before, after in pairwise(course):
         grew = before.skip is None
@@ -115,7 +115,7 @@ def test_a_window_of_passes_divides_the_loss_and_so_the_scale() -> None:
     """The same gradients at a quarter of the scale: all that is safe or flushed moves by two octaves."""
     one, four = scales(), scales(accumulation_steps=4)
     assert four.preferred == (4 * one.preferred[0], 2000)
-    assert four.replay(four.preferred)[:3] == one.scored[one.preferred][:3]
+    assert four.replay(four.preferred)[:2] == one.scored[one.preferred][:2]
     assert four.flushed_share((2.0**10, 1)) == one.flushed_share((2.0**8, 1))
     assert min(four.finite_log2_scales) == min(one.finite_log2_scales) + 2
 
@@ -166,7 +166,7 @@ def test_without_a_safe_scale_fp16_is_refused_and_where_none_was_looked_for_not(
 
 def test_the_preferred_pair_stays_unless_another_applies_more() -> None:
     def applies(share: float) -> Replay:
-        return Replay(0, None, share, 1.0)
+        return Replay(0, share, 1.0)
 
     preferred = (1024.0, 2000)
     assert best_pair({preferred: applies(0.9), (8.0, 100): applies(0.9004)}, preferred) == preferred

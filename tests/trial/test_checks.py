@@ -238,3 +238,15 @@ def test_a_bad_verdict_is_told_before_culprits_are_looked_for() -> None:
     assert told[0].culprits == ()
     assert found.verdict == "unfaithful"
     assert asked.after(Failure(kind="timeout", message="it took too long"), found) is found
+
+
+@pytest.mark.parametrize("what", ["fidelity", "calibration", "accumulation"])
+def test_a_model_with_lazy_modules_is_checked(what: str) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = model(batch).square().mean()
+        return result
+
+    workload = Workload(lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(1)), loss, lambda n: torch.randn(n, 8))
+    found = checks.check(Context(workload, is_kept=False), spec(torch_state.capture(), what=what), lambda event: None)
+    assert not isinstance(found, Failure), found
+    assert getattr(found, "verdict", "faithful") in ("faithful", "mean")

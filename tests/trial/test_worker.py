@@ -154,6 +154,11 @@ def test_complex_parameters_leave_out_fp16_which_cannot_be_unscaled() -> None:
     assert not described(Workload(model, squared, images)).unsettable
 
 
+def test_parameters_of_lazy_modules_count_once_they_have_a_shape() -> None:
+    found = described(Workload(lambda: nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)), squared, images))
+    assert (found.num_parameters, found.num_trainable_parameters) == (6, 6)
+
+
 class Quantized(nn.Linear):
     """Writes what it does not read back, as the layers of bitsandbytes do, and a state that is no tensor."""
 

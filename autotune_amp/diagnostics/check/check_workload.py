@@ -23,8 +23,7 @@ def run_workload_check(
     source: Source, progress: Progress, device: str, batch_size: int | None, seed: int
 ) -> CheckReport:
     """Check the workload in a child process; see `autotune_amp.check_workload` for the arguments."""
-    autocast_device = next((device_type for device_type in AUTOCAST_DEVICES if device_type == device), None)
-    if autocast_device is None:
+    if device not in AUTOCAST_DEVICES:
         device_types = ", ".join(AUTOCAST_DEVICES)
         raise InvalidRequestError(
             f"--for is {device!r}; it must be one of {device_types}.", "Give --for cuda, for example."
@@ -43,10 +42,10 @@ def run_workload_check(
         )
     with loaded_backend(source, watcher, DEADLINE_SECONDS) as backend:
         opened = backend.open("cpu", source.num_threads(), DEADLINE_SECONDS)
-        watcher.phase(f"recording one fp32 step for {autocast_device}")
+        watcher.phase(f"recording one fp32 step for {device}")
         job = WorkloadCheckJob(
             device="cpu",
-            autocast_device=autocast_device,
+            autocast_device=device,
             batch_size=batch_size,
             seed=seed,
             torch_state=source.torch_state(opened.torch_state),

@@ -97,7 +97,7 @@ def report_on(
     batch_size = batch_size or _max_samples(workload)
     on_progress(f"loading {batch_size} samples")
     with closing(data.stream(workload.data, batch_size)) as stream:
-        batch = next(stream)
+        batch = _next_on_cpu(stream)
     sources, unread = reading.parse_sources(_user_code(source, workload, model))
     findings = [finding for source in sources for finding in reading.source_findings(source)]
     findings += weight_findings(model, device, sources, (workload.model, workload.build, source))
@@ -162,10 +162,15 @@ def _max_samples(workload: Workload) -> int:
     return min(own_batch_size or MAX_SAMPLES, num_samples or MAX_SAMPLES, MAX_SAMPLES)
 
 
+def _next_on_cpu(stream: Iterator[Any]) -> Any:
+    """Return the next batch, moved to the CPU, where the model is: a function may make it on a GPU."""
+    return data.move_batch(next(stream), torch.device("cpu"))
+
+
 def _run_step_unrecorded(workload: Workload, model: nn.Module, batch_size: int) -> None:
     """Run one step without recording it."""
     with closing(data.stream(workload.data, batch_size)) as stream:
-        _run_step(workload, model, next(stream), nullcontext, lambda _: None)
+        _run_step(workload, model, _next_on_cpu(stream), nullcontext, lambda _: None)
 
 
 def _run_step(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 # Function that returns the source text of a node.
 GetSource: TypeAlias = Callable[[ast.AST], str]
 # Function that returns the part of a node to replace and its new text, or None if the node needs no fix.
 FindReplacement: TypeAlias = Callable[[ast.AST, GetSource], "tuple[ast.AST, str] | None"]
+_OLD_PARAMETERS = ("enabled", "dtype", "cache_enabled")  # of torch.cuda.amp.autocast and torch.cpu.amp.autocast
 
 
 def fix_constant(code: str, number: float) -> str | None:
@@ -100,13 +102,25 @@ def autocast_advice(code: str) -> str | None:
 
 def fix_old_name(code: str) -> str | None:
     """Return the line with the names of torch.amp in place of those of torch.cuda.amp or torch.cpu.amp."""
+
+    def find_replacement(node: ast.AST, get_source: GetSource) -> tuple[ast.AST, str] | None:
+        if not (isinstance(node, ast.Call) and node.args):
+            return None
+        function = get_source(node.func)
+        if not re.fullmatch(r"torch\.(cuda|cpu)\.amp\.autocast", function):
+            return None
+        # torch.amp.autocast takes them in another order.
+        named = [f"{name}={get_source(value)}" for name, value in zip(_OLD_PARAMETERS, node.args, strict=False)]
+        return node, f"{function}({', '.join([*named, *map(get_source, node.keywords)])})"
+
     device = "cpu" if "torch.cpu" in code else "cuda"
-    line = re.sub(r"torch\.(cuda|cpu)\.amp\.(autocast|GradScaler)\(", rf'torch.amp.\2("{device}", ', code)
+    line = _with_replacement(code, find_replacement) or code
+    line = re.sub(r"torch\.(cuda|cpu)\.amp\.(autocast|GradScaler)\(", rf'torch.amp.\2("{device}", ', line)
     line = re.sub(r"torch\.(cuda|cpu)\.amp\.(custom_fwd|custom_bwd)\b", rf'torch.amp.\2(device_type="{device}")', line)
     line = re.sub(r"from torch\.(cuda|cpu) import amp", "from torch import amp", line)
     line = re.sub(r"torch\.(cuda|cpu)\.amp\b", "torch.amp", line).replace(", )", ")")
     is_import = line.startswith(("from", "import"))
-    return f'{line}  # and pass the device first: autocast("{device}")' if is_import else line
+    return f'{line}  # and pass the device first, the rest by name: autocast("{device}")' if is_import else line
 
 
 def disable_scaler(code: str) -> str | None:
@@ -140,16 +154,17 @@ def _with_replacement(code: str, find_replacement: FindReplacement) -> str | Non
 
     Return None if the line is no whole statement, or if no node is replaced.
     """
-    statement = f"{code} pass" if code.endswith(":") else code
-    try:
-        tree = ast.parse(statement)
-    except SyntaxError:
+    for rest in ("", "\n pass", "\ndef f(): pass"):  # of a statement, below its first line, below a decorator
+        with suppress(SyntaxError):
+            tree = ast.parse(code + rest)
+            break
+    else:
         return None
     for node in reversed(list(ast.walk(tree))):
-        replacement = find_replacement(node, lambda part: ast.get_source_segment(statement, part) or "")
+        replacement = find_replacement(node, lambda part: ast.get_source_segment(code, part) or "")
         if replacement is not None:
             part, new_text = replacement
             start, end = part.col_offset, part.end_col_offset  # type: ignore[attr-defined]  # expressions have them
-            line = statement.encode()
-            return (line[:start] + new_text.encode() + line[end:]).decode().removesuffix(" pass")
+            line = code.encode()
+            return (line[:start] + new_text.encode() + line[end:]).decode()
     return None

@@ -151,8 +151,8 @@ def _complex_findings(call: Call) -> Iterator[Finding]:
 
 def _transform_lengths(call: Call) -> list[int]:
     """Return the lengths that a call of torch.fft or torch.stft transforms."""
-    (_, *rest), keywords = call.arguments
-    size, dims = [*rest, None, None][:2]
+    arguments, keywords = call.arguments
+    size, dims = [*arguments[1:], None, None][:2]
     size = keywords.get("n_fft", keywords.get("n", keywords.get("s", size)))
     if size is not None:
         return [size] if isinstance(size, int) else list(size)

@@ -27,8 +27,8 @@ from autotune_amp.precision import rules
 from autotune_amp.precision.rules import Severity
 
 _PACKAGE_FOLDER = Path(__file__).parents[2]
-# Folders of the standard library and of installed packages, in which the user cannot fix anything.
-_INSTALLED: Final = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_STDLIB: Final = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
+_PACKAGES: Final = {"site-packages", "dist-packages"}  # names of folders of installed packages, of any environment
 _OLD_AMP_NAMES = re.compile(r"torch\.(cuda|cpu)\.amp\b")
 _CLIP_FUNCTIONS: Final = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_")
 # By dtype: the method of a tensor or module that casts to it, then its names.
@@ -166,12 +166,15 @@ def _underlying_function(member: Any) -> Any:
 
 
 def _is_installed(file: str) -> bool:
-    """Whether a file is part of Python, of an installed package or of this one.
+    """Whether a file is part of Python, of an installed package or of this one, where the user cannot fix anything.
 
     This package's built-in workload counts as a user's file, unless the package itself is installed.
     """
-    return file.startswith(_INSTALLED) or (
-        Path(file).is_relative_to(_PACKAGE_FOLDER) and Path(file).name != "workloads.py"
+    path = Path(file)
+    return (
+        file.startswith(_STDLIB)
+        or not _PACKAGES.isdisjoint(path.parts)
+        or (path.is_relative_to(_PACKAGE_FOLDER) and path.name != "workloads.py")
     )
 
 
@@ -287,7 +290,7 @@ def _scaler_findings(source: SourceText) -> Iterator[Finding]:
     Bf16 has the exponent range of fp32, so the loss needs no scale.
     """
     calls = [(source.full_name(node.func), node) for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
-    dtypes = [_autocast_dtype_name(source, name, node) for name, node in calls if name.endswith("autocast")]
+    dtypes = [_autocast_dtype_name(source, node) for name, node in calls if name.endswith("autocast")]
     if not dtypes or any(dtype != "bfloat16" for dtype in dtypes):
         return
     for name, node in calls:
@@ -296,11 +299,10 @@ def _scaler_findings(source: SourceText) -> Iterator[Finding]:
             yield make_finding(rules.SCALER, location, mend=fixes.disable_scaler(location.code))
 
 
-def _autocast_dtype_name(source: SourceText, name: str, call: ast.Call) -> str:
+def _autocast_dtype_name(source: SourceText, call: ast.Call) -> str:
     """Return the last part of the name of the dtype passed to an autocast call, "" if none is passed by name."""
     dtype_arguments = [keyword.value for keyword in call.keywords if keyword.arg == "dtype"]
-    dtype_position = 0 if _OLD_AMP_NAMES.match(name) else 1
-    dtype_arguments += call.args[dtype_position : dtype_position + 1]
+    dtype_arguments += call.args[1:2]  # after the device type, or after `enabled` of the old interface
     return source.full_name(dtype_arguments[0]).rpartition(".")[2] if dtype_arguments else ""
 
 

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,7 +18,6 @@ from autotune_amp.core.job import Phase, Tell
 from autotune_amp.core.outcome import Failure
 from autotune_amp.diagnostics.memory.results import MemoryBreakdown, MemoryJob, ModuleActivations
 from autotune_amp.dimensions.activation_checkpointing import ACTIVATION_CHECKPOINTING, repeated_blocks
-from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.numerics.accumulation import batch_tensors
 from autotune_amp.precision.forward_wrapper import can_be_wrapped, modules_by_name
 from autotune_amp.trial import data
@@ -157,26 +156,10 @@ class _SavedTensor:
         self._on_release()
 
 
-class _MeteredTraining(Protocol):
-    """Interface of a training whose steps are measured."""
-
-    @property
-    def model(self) -> nn.Module:
-        """Return the model, or a container of all models."""
-
-    @property
-    def live(self) -> LiveTraining:
-        """Return the models and optimizers."""
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the training."""
-
-
 class StepMemoryMeter:
     """Measures the memory held during one optimizer step, by kind. The optimizers must have made their state before."""
 
-    def __init__(self, training: _MeteredTraining) -> None:
+    def __init__(self, training: BaseTraining | ObservedTraining) -> None:
         self._live = training.live
         self._device_type = training.device.type
         self._modules = modules_by_name(training.model)
@@ -343,7 +326,12 @@ class _CastTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        source = next(iter(storage_bytes(args[:1])), 0) if func is torch.ops.aten._to_copy.default else 0
+        is_cast = (
+            func is torch.ops.aten._to_copy.default
+            and result.dtype != args[0].dtype
+            and result.device == args[0].device
+        )
+        source = next(iter(storage_bytes(args[:1])), 0) if is_cast else 0
         if source in self._parameters:
             ((key, num_bytes),) = storage_bytes((result,)).items()
             name = (source, result.dtype) if source in self._trainable else key

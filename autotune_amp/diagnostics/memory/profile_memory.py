@@ -92,6 +92,7 @@ def run_memory_profile(
         reasons = excluded_reasons(space) | ({} if precisions else _emulated_reasons(opened.hardware, requested))
         baseline = space.baseline
         fixed_reason = opened.description.unsettable.get("batch_size")
+        available_bytes = _memory_limit_bytes(opened)
 
         def measure(setting: Setting, snapshot_file: Path | None) -> MemoryResult:
             name = setting.labelled(("precision", "arguments"))
@@ -109,7 +110,7 @@ def run_memory_profile(
                 setting,
                 measure,
                 limit_bytes if fixed_reason is None else None,
-                available_bytes=_memory_limit_bytes(opened),
+                available_bytes=available_bytes,
                 num_samples=opened.description.num_samples,
                 snapshot_file=snapshot_file,
             )
@@ -136,7 +137,7 @@ def run_memory_profile(
         device_name=opened.hardware.identity.name,
         batch_size=baseline.batch_size,
         accumulation_steps=baseline.accumulation_steps,
-        rows=make_rows(requested, reasons, runs, limit_bytes, opened.description.num_samples),
+        rows=make_rows(requested, reasons, runs, limit_bytes, available_bytes, opened.description.num_samples),
         limit_bytes=limit_bytes,
         notes=(*_notes(source, batch_size, opened, limit_bytes), *leftovers),
         snapshot=None if snapshot_file is None else str(snapshot_file),
@@ -190,18 +191,21 @@ def make_rows(
     reasons: Mapping[Precision, str],
     runs: Mapping[Setting, SettingMemory],
     limit_bytes: int | None,
+    available_bytes: int,
     num_samples: int | None,
 ) -> tuple[MemoryRow, ...]:
     """Return a row for each precision in the requested order, then one for each run with other arguments.
 
-    `num_samples` is the dataset's size, None if unknown.
+    A run that takes more than `available_bytes` has failed. `num_samples` is the dataset's size, None if unknown.
     """
     breakdowns = {setting: run.first for setting, run in runs.items() if isinstance(run.first, MemoryBreakdown)}
 
     def row(setting: Setting, run: SettingMemory) -> MemoryRow:
         first, bytes_by_size, problem = run
         name, arguments = setting.precision, setting.arguments
-        largest = None if limit_bytes is None else largest_batch(bytes_by_size, limit_bytes, num_samples)
+        largest = None
+        if limit_bytes is not None:
+            largest = largest_batch(bytes_by_size, limit_bytes, available_bytes, num_samples)
         if isinstance(first, Failure):
             return MemoryRow(
                 precision=name, arguments=arguments, largest=largest, failure=first.kind, reason=first.message
@@ -352,8 +356,14 @@ def largest_fitting_size(model: Callable[[float], float], limit_bytes: float, ma
     return low
 
 
-def largest_batch(measured: Mapping[int, int | None], limit_bytes: int, num_samples: int | None) -> LargestBatch | None:
-    """Return the largest batch size that fits, by the memory model; None if fewer than two sizes were measured."""
+def largest_batch(
+    measured: Mapping[int, int | None], limit_bytes: int, available_bytes: int, num_samples: int | None
+) -> LargestBatch | None:
+    """Return the largest batch size that fits, by the memory model; None if fewer than two sizes were measured.
+
+    It is below the sizes that ran out of memory, unless the limit is above `available_bytes`, those of this device. See
+    `next_batch_size` for the arguments.
+    """
     bytes_by_size = {size: num_bytes for size, num_bytes in sorted(measured.items()) if num_bytes is not None}
     model = _memory_model(bytes_by_size, limit_bytes)
     if model is None:
@@ -366,11 +376,13 @@ def largest_batch(measured: Mapping[int, int | None], limit_bytes: int, num_samp
     largest_measured_fit = max(
         (size for size, num_bytes in bytes_by_size.items() if num_bytes <= limit_bytes), default=0
     )
+    failed = [size for size, num_bytes in measured.items() if num_bytes is None and limit_bytes <= available_bytes]
+    max_size = min([num_samples or _UNLIMITED, *(size - 1 for size in failed)])
 
     def largest_size(factor: float) -> int:
         return max(
             largest_measured_fit,
-            largest_fitting_size(lambda size: factor * model(size), limit_bytes, num_samples or _UNLIMITED),
+            largest_fitting_size(lambda size: factor * model(size), limit_bytes, max_size),
         )
 
     by_model = largest_size(1.0)

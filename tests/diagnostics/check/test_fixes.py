@@ -42,6 +42,18 @@ def test_a_line(mend: Callable[[str], str | None], code: str, expected: str | No
     assert mend(code) == expected
 
 
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("with torch.cuda.amp.autocast(amp):  # on", 'with torch.amp.autocast("cuda", enabled=amp):  # on'),
+        ("@torch.cpu.amp.autocast(f(), t, **rest)", '@torch.amp.autocast("cpu", enabled=f(), dtype=t, **rest)'),
+        ("scaler = torch.cuda.amp.GradScaler(2.0)", 'scaler = torch.amp.GradScaler("cuda", 2.0)'),
+    ],
+)
+def test_arguments_of_the_old_interface(code: str, expected: str) -> None:
+    assert fixes.fix_old_name(code) == expected
+
+
 def test_a_sigmoid_is_named_by_its_line() -> None:
     mended = fixes.fix_binary_cross_entropy("return F.binary_cross_entropy(p, y)", 12) or ""
     assert mended.startswith("return F.binary_cross_entropy_with_logits(p, y)")

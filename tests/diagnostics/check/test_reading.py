@@ -108,6 +108,15 @@ def test_a_scaler_under_bf16(tmp_path: Path, dtype: str, scaler: str, is_found: 
     assert all("enabled=False" in finding.mend for finding in found)
 
 
+def test_a_scaler_under_bf16_of_the_old_interface(tmp_path: Path) -> None:
+    text = (
+        "from torch import bfloat16\nfrom torch.cuda.amp import GradScaler, autocast\n\n"
+        "def train(model):\n    scaler = GradScaler()\n"
+        "    with autocast(True, bfloat16):\n        scaler.scale(model()).backward()\n"
+    )
+    assert [finding.rule for finding in findings(tmp_path, text)] == ["old_interface", "scaler"]
+
+
 def test_what_is_installed_is_not_read_and_what_has_no_source_is_named() -> None:
     names: dict[str, Any] = {"nn": nn, "__name__": "made_up"}
     exec("class Made(nn.Module):\n    def forward(self, x): return x", names)
@@ -123,6 +132,14 @@ def executed(path: Path, module: str) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": module}
     exec(compile(path.read_text(), path, "exec"), names)
     return names
+
+
+@pytest.mark.parametrize("name", ["site-packages", "dist-packages"])
+def test_packages_of_another_environment_are_not_read(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name / "trainer.py"
+    path.parent.mkdir()
+    path.write_text("def train(): pass\n")
+    assert parse_sources([executed(path, "trainer")["train"]]) == ([], ())
 
 
 def test_a_class_of_a_script_is_read_by_its_methods_though_its_module_is_another_one_here(tmp_path: Path) -> None:

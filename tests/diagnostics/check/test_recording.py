@@ -111,6 +111,24 @@ def test_a_step_that_names_its_device_is_taken_on_the_cpu() -> None:
     assert [finding.rule for finding in report(check_samples.workload(names_it)).findings] == ["large_constant"]
 
 
+class Elsewhere:
+    """A batch that only `to` brings to the device of the model."""
+
+    def to(self, device: torch.device) -> Tensor:
+        return torch.randn(8, 16, device=device)
+
+
+def test_a_batch_that_is_made_on_another_device_is_moved_to_the_cpu() -> None:
+    made = check_samples.workload(check_samples.masks_far)
+    elsewhere = Workload(made.model, made.loss, lambda n: Elsewhere())
+    assert [finding.rule for finding in report(elsewhere).findings] == ["large_constant"]
+
+
+def test_a_transform_may_be_called_with_keywords_alone() -> None:
+    (finding,) = report(check_samples.workload(lambda x: torch.fft.rfft(input=x).abs())).findings
+    assert (finding.rule, finding.precisions) == ("fft", ("bf16",))
+
+
 def test_a_step_on_an_accelerator_stays_there() -> None:
     """Here its tensors are on torch's device without data, since no accelerator is there."""
     model, batch = nn.Linear(8, 8, device="meta"), torch.randn(4, 8, device="meta")

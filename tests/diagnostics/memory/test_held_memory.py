@@ -146,6 +146,14 @@ def test_under_autocast_activations_halve_and_weights_are_cast(precision: Precis
     }
 
 
+@pytest.mark.parametrize("to", [{"dtype": torch.float32, "copy": True}, {"device": "meta", "dtype": torch.bfloat16}])
+def test_another_copy_of_the_weights_is_none_of_autocasts(to: dict[str, Any]) -> None:
+    def copying_loss(model: nn.Module, batch: Any) -> Tensor:
+        return loss(model, batch) + 0 * len([parameter.detach().to(**to) for parameter in model.parameters()])
+
+    assert taken_apart(loss=copying_loss).cast_weights_bytes == 0
+
+
 class Frozen(nn.Module):
     """A frozen layer, whose cast weight autocast does not keep, between two that are trained."""
 

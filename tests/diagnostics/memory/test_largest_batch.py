@@ -54,7 +54,7 @@ class Measured:
             num_samples=num_samples,
             snapshot_file=Path("snapshot"),
         )
-        self.largest = largest_batch(self.runs.bytes_by_size, limit_mib * MIB, num_samples)
+        self.largest = largest_batch(self.runs.bytes_by_size, limit_mib * MIB, device_mib * MIB, num_samples)
 
     def _measure(self, setting: Setting, snapshot_file: Path | None) -> MemoryResult:
         self.sizes.append(setting.batch_size)
@@ -123,6 +123,12 @@ def test_what_runs_out_of_memory_is_halved_until_it_runs() -> None:
     assert measured.sizes == [256, 128, 64, 32, 16]
     assert isinstance(measured.runs.first, Failure)
     assert measured.found.batch_size == 25
+
+
+def test_the_answer_is_below_what_ran_out_of_memory() -> None:
+    measured = Measured(lambda size: MIB * (100 + 2 * size + 900 * (size >= 100)), 800, device_mib=1000)
+    assert 128 in measured.sizes
+    assert measured.found.batch_size == measured.found.cautious_batch_size == 127
 
 
 def test_a_limit_above_the_device_is_answered_from_what_runs_here() -> None:

@@ -48,6 +48,7 @@ ROWS = make_rows(
         setting("fp16"): SettingMemory(Failure(kind="oom", message="it took all"), {32: None}),
     },
     500 * MIB,
+    GIB,
     None,
 )
 PROFILE = MemoryProfile(
@@ -88,7 +89,7 @@ def test_what_frees_nothing_is_not_named() -> None:
 
 
 def test_half_the_batch_is_by_the_slope_where_that_was_measured() -> None:
-    largest = largest_batch({32: 100 * MIB, 64: 132 * MIB}, GIB, None)
+    largest = largest_batch({32: 100 * MIB, 64: 132 * MIB}, GIB, GIB, None)
     (half,) = [s for s in savings(setting("fp32"), {setting("fp32"): FP32}, largest) if s.kind == "batch_size"]
     assert half.num_bytes == 16 * MIB
     assert "batch 16 with twice" in half.what
@@ -114,7 +115,7 @@ def test_a_row_for_each_precision_and_its_reason() -> None:
 
 def test_what_fits_is_told_where_todays_batch_does_not() -> None:
     ran_out = SettingMemory(Failure(kind="oom", message="it took all"), {64: None, 32: 100 * MIB, 48: 150 * MIB})
-    rows = make_rows(("fp32",), {}, {setting("fp32", 64): ran_out}, 200 * MIB, None)
+    rows = make_rows(("fp32",), {}, {setting("fp32", 64): ran_out}, 200 * MIB, GIB, None)
     found = dict(facts(replace(PROFILE, rows=rows, limit_bytes=200 * MIB)))
     assert "fp32: batch 6" in found["fits"]
     assert "out of memory" in found["fp32"]
@@ -129,7 +130,7 @@ def test_another_value_of_an_argument_has_a_row_and_what_it_frees_is_told() -> N
         shorter: SettingMemory(breakdown(60 * MIB), {32: 60 * MIB, 64: 70 * MIB, 128: 90 * MIB}),
         refused: SettingMemory(Failure(kind="workload_error", message="no number"), {}),
     }
-    rows = make_rows(("fp32", "bf16"), {}, runs, 500 * MIB, None)
+    rows = make_rows(("fp32", "bf16"), {}, runs, 500 * MIB, GIB, None)
     profile = replace(PROFILE, rows=rows)
     assert [row.label for row in rows] == ["fp32", "bf16", "fp32 seq=16", "fp32 seq=banana"]
     assert profile.row("fp32") is rows[0]
@@ -227,7 +228,7 @@ def test_what_the_allocator_holds_is_said_of_a_card() -> None:
     ],
 )
 def test_what_fits_in_words(taken: dict[int, int], most: int | None, words: str) -> None:
-    found = largest_batch({size: num * MIB for size, num in taken.items()}, 500 * MIB, most)
+    found = largest_batch({size: num * MIB for size, num in taken.items()}, 500 * MIB, GIB, most)
     assert found is not None
     assert words in largest_line(found, 500 * MIB)
 

@@ -59,7 +59,7 @@ class Judged(Ledger):
     def outcome_with_pair(self, setting: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
         if pair is None or isinstance(outcome, Failure) or setting.batch_size == 100:
             return outcome, None
-        return outcome, Replay(3, 0, 1.0 if pair[0] == 1024 else 0.75, pair[0])
+        return outcome, Replay(3, 1.0 if pair[0] == 1024 else 0.75, pair[0])
 
 
 def opened(
