@@ -496,9 +496,15 @@ def test_what_else_looks_into_the_interpreter_goes_on(script: Script, tmp_path: 
         ]
 
 
+# Functions and methods that Python 3.8 does not have.
+NEWER = {"functools.cache", "itertools.pairwise", "removeprefix", "removesuffix", "is_relative_to"}
+
+
 def test_the_agent_is_for_python_3_8_and_needs_nothing_but_torch() -> None:
-    for path in [INJECTED / "sitecustomize.py", *INJECTED.parent.glob("*.py")]:
+    for path in INJECTED.parent.rglob("*.py"):
         tree = ast.parse(path.read_text(), feature_version=(3, 8))
+        attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        assert not NEWER & {name for node in attributes for name in (node.attr, ast.unparse(node))}, path
         imported = {
             (name.name if isinstance(node, ast.Import) else node.module or "").partition(".")[0]
             for node in ast.walk(tree)

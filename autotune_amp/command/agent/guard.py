@@ -363,7 +363,8 @@ def _is_method_of_data(frame: Any, module: str) -> bool:
     return is_possible and isinstance(frame.f_locals.get("self"), tuple(_data_classes(module)))
 
 
-@functools.cache  # a file may be created for each sample
+# A file may be created for each sample.
+@functools.lru_cache(maxsize=None)  # noqa: UP033 - Python 3.8 has no `functools.cache`
 def _may_be_method_of_data(code: Any, module: str) -> bool:
     kinds = _data_classes(module)
     for kind in kinds:  # which grows
