@@ -410,6 +410,12 @@ for _ in torch.utils.data.DataLoader(data, batch_size=None):
     assert [(error.types[0], error.message) for error in heard.of(Error)] == [("LookupError", "a fault of the agent")]
 
 
+def test_a_process_in_which_files_cannot_be_guarded_does_not_run(tmp_path: Path) -> None:
+    heard = run([sys.executable, "-c", "open('changed', 'w')"], tmp_path, fails=True, guard={"wrong": 1})
+    assert [error.is_of_agent for error in heard.of(Error)] == [True]
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_loss_that_is_no_number_is_heard(train: Train) -> None:
     text = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
