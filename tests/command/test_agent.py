@@ -689,6 +689,28 @@ for x, y in torch.utils.data.DataLoader(Stream(), batch_size=8):
     assert (loader.batch_size, loader.num_samples) == (8, None)
 
 
+def test_each_rank_counts_what_it_is_given_of_batches_that_one_draws_for_all(train: Train) -> None:
+    """As rank 0 of two, which draws for both with Accelerate's loader of an IterableDataset."""
+    heard = train(
+        """
+from types import SimpleNamespace
+from accelerate.data_loader import DataLoaderDispatcher
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(zip(inputs, targets))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = DataLoaderDispatcher(Stream(), batch_size=8)
+loader.state = SimpleNamespace(process_index=0, num_processes=2, device="cpu")
+for x, y in loader:
+    loss_of(model(x), y).backward()
+    optimizer.step()
+"""
+    )
+    assert not heard.of(Error)
+    steps = only(heard).steps
+    assert [(sum(step.num_samples.values()), step.num_batches) for step in steps] == [(8 * n, n) for n in range(1, 17)]
+
+
 def test_sizes_of_loaders_that_are_drawn_together_are_candidates_each(train: Train) -> None:
     heard = train(
         """
