@@ -351,6 +351,8 @@ class SearchThread(threading.Thread):
             try:
                 if target is None:
                     raise InvalidRequestError(f"There is no target {search.target} any more.", "Name another.")
+                if target_digest(target) != search.target_digest:
+                    raise InvalidRequestError(f"The settings of target {search.target} have changed.", "Ask again.")
                 options = checked_options(target, search.options)
                 if any(_overlap(self._devices[search.target], devices) for devices in taken):
                     taken.append(self._devices[search.target])  # no later one may overtake it

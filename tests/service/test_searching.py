@@ -293,6 +293,20 @@ def test_a_target_that_is_gone_fails(make: Callable[..., Service]) -> None:
     assert "mlp" in service.document(gone)["error"]["message"]
 
 
+def test_a_search_that_waits_is_not_begun_with_other_settings_of_its_target(make: Callable[..., Service]) -> None:
+    service = make(mlp="cpu")
+    service.ask("mlp")
+    waiting = service.ask("mlp", seed=1)
+    service.process(0)
+    service.stop()
+    changed = replace(service.settings.targets["mlp"], workload="other.py:f")
+    service.settings = replace(service.settings, targets={"mlp": changed})
+    service.start()
+    service.until(lambda: service.search(waiting).state == "failed")
+    assert len(service.processes) == 1
+    service.until(lambda: service.search(service.ask("mlp", seed=1)).state == "running")
+
+
 def test_devices_are_probed_when_nothing_runs(make: Callable[..., Service]) -> None:
     service = make(mlp="cpu", gpu="cuda:0")
     service.ask("mlp")
