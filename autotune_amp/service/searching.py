@@ -48,6 +48,8 @@ _END_SECONDS = 60.0  # for a search to save its best after SIGTERM
 _LATE_SECONDS = 600.0  # after its budget, when a search is interrupted
 _PROBE_SECONDS = 60.0  # for a probe, before it is interrupted
 _BUSY_SECONDS = 2.0  # until a search is tried again whose study somebody else uses
+# With `-m` Python looks for modules in the target's folder first, unlike `autotune-amp` itself.
+_SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
 
 
 class SearchEvents:
@@ -97,7 +99,7 @@ class _Process:
         environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         with output.open("wb") as out, output.with_suffix(".log").open("wb") as log:
             self._program = Program(
-                [sys.executable, "-m", "autotune_amp", *arguments],
+                [sys.executable, *_SAFE_PATH, "-m", "autotune_amp", *arguments],
                 environment,
                 new_folder(),
                 working_directory=Path(folder),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -390,6 +391,16 @@ def test_a_probe_that_cannot_be_started_is_told(make: Callable[..., Service], mo
     assert service.thread.hardware is not None
     assert service.thread.hardware["cpu"]["kind"] == "study"
     assert service.thread.is_alive()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has no -P")
+def test_modules_in_the_folder_of_a_target_do_not_replace_those_of_python(tmp_path: Path) -> None:
+    (tmp_path / "signal.py").write_text("raise ImportError")
+    process = searching._Process(["--version"], str(tmp_path), tmp_path / "output")
+    try:
+        assert process._program.wait(60) == 0, (tmp_path / "output.log").read_text()
+    finally:
+        process.close()
 
 
 def test_options_are_those_of_the_target_at_most() -> None:
