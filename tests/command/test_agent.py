@@ -20,6 +20,7 @@ from forked_python import ForkServer
 
 from autotune_amp.command.agent import observer, passes
 from autotune_amp.command.agent.channel import Channel
+from autotune_amp.command.agent.diagnosis import StepDiagnosis
 from autotune_amp.command.agent.passes import before_update
 from autotune_amp.command.frozen_pair import PairingProblem, pair_steps
 from autotune_amp.command.measure import batch_sizes, passes_per_step, precision_of
@@ -485,6 +486,25 @@ def test_memory_is_known_on_a_mac(observed: observer.Observer, monkeypatch: pyte
     observed.index_of(optimizer_on("mps"))
     for _ in range(2):
         assert observed.memory_fields() == {"peak_memory_bytes": 3000, "reserved_memory_bytes": 3000}
+
+
+def test_a_diagnosis_goes_on_where_a_script_makes_its_optimizer_anew(
+    observed: observer.Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diagnosed = Mock()
+    monkeypatch.setitem(sys.modules, "autotune_amp.trial.observed_steps", Mock(DiagnosedSteps=diagnosed))
+    observed.diagnosis = StepDiagnosis(observed.channel, observed, {"num_warmup_steps": 3})
+
+    def step(parameter: torch.nn.Parameter) -> None:
+        observed.report_step(torch.optim.SGD([parameter]))
+
+    weights, other_weights = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    step(other_weights)  # once, with an optimizer that is gone then
+    for num_begun in (0, 0, 1):
+        step(weights)
+        assert diagnosed.call_count == num_begun
+    step(weights)
+    diagnosed.return_value.resume.assert_called_once_with("after step")
 
 
 def test_a_loss_on_an_accelerator_is_kept_there_until_a_step_is_settled() -> None:

@@ -272,7 +272,7 @@ class Observer:
             self._count_flops(self._num_steps_of[0])
         self.passes.overhead_seconds += time.perf_counter() - began
         if self.diagnosis is not None:
-            self.diagnosis.after_step(index, self._num_steps_of, step)
+            self.diagnosis.after_step(optimizer, step)
 
     def _count_flops(self, num_steps: int) -> None:
         """Count the floating-point operations of the first optimizer's second step, which is part of the warm-up and
