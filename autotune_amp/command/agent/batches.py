@@ -17,9 +17,8 @@ from torch.utils.data import dataloader
 from . import where
 from .channel import Channel
 from .imports import after_import
-from .tokens import TokenCount, count_tokens
+from .tokens import MAX_DEPTH, TokenCount, count_tokens
 
-MAX_DEPTH = 4  # nested containers in a batch that are searched for a tensor; deeper ones are rare
 _ACCELERATE_LOADERS = "accelerate.data_loader"  # module whose loaders yield a batch only after fetching the next one
 
 
