@@ -213,7 +213,7 @@ class SearchThread(threading.Thread):
 
     def _encode(self, search: Search, position: int | None) -> bytes:
         events = self.events(search)
-        recommendation = None if search.state == "failed" else self._recommendation_json(search)
+        recommendation = None if search.state == "failed" else self._recommendation(search)
         fields = msgspec.structs.asdict(search) | {
             "callers": list(dict.fromkeys(map(caller_name, search.callers))),
             "position": position,
@@ -234,13 +234,12 @@ class SearchThread(threading.Thread):
             events.read()
         return events
 
-    def _recommendation_json(self, search: Search) -> msgspec.Raw | None:
-        """Return the newest recommendation of a search, the best so far if it was ended, or None."""
+    def _recommendation(self, search: Search) -> object:
+        """Return as JSON the newest recommendation of a search, the best so far if it was ended, or None."""
         if search.state != "ended":
             return self.measured_json(search)
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            text = bytes(msgspec.json.decode(read_file(self._output(search.id)), type=_ErrorDocument).best)
-            return msgspec.Raw(msgspec.json.format(text, indent=-1))
+            return decode(read_file(self._output(search.id)), dict[str, Any]).get("best")
         return None
 
     def measured_json(self, search: Search) -> msgspec.Raw | None:
@@ -452,12 +451,6 @@ class SearchThread(threading.Thread):
 
 
 _MAX_DOCUMENTS = 64  # of finished searches that are kept encoded
-
-
-class _ErrorDocument(msgspec.Struct):
-    """The part of an error's document that holds the best so far."""
-
-    best: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class OptionError(InvalidRequestError):
