@@ -24,13 +24,11 @@ import psutil
 from autotune_amp.core.documents import cause, decode, read_file
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, RunnerError, StudyError
 from autotune_amp.core.precisions import PRECISIONS
-from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.text import in_python
 from autotune_amp.hardware import identify, nvml
 from autotune_amp.integrations.service_address import TOKEN_VARIABLE
 from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.search.options import SearchOptions
-from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.service.jobs import (
     WAITING,
     Queue,
@@ -153,6 +151,7 @@ class SearchThread(threading.Thread):
         self.is_stopping = False
         self.hardware: dict[str, dict[str, Any]] | None = None  # documents or errors of the devices, once probed
         self.num_trials = 0  # of all searches, since the service was started
+        self.studies = str(Path(settings.folder, "studies"))  # folder of their studies
         self._files = Path(settings.folder, "searches")
         self._files.mkdir(parents=True, exist_ok=True)
         self._devices = {name: _devices_of(target.limits) for name, target in settings.targets.items()}
@@ -273,10 +272,6 @@ class SearchThread(threading.Thread):
 
         return max(measured, key=rank)
 
-    def study(self, recommendation: Recommendation) -> StudyFolder:
-        """Return the folder with the records of a recommendation."""
-        return StudyFolder(self._studies, recommendation.search.study)
-
     def want_hardware(self) -> None:
         """Have the devices probed whose memory and support are not known, once no search runs."""
         self._is_hardware_wanted = True
@@ -329,10 +324,6 @@ class SearchThread(threading.Thread):
         """Return the file with the recommendation of a search that was done."""
         return self._files / f"{id_}.json"
 
-    @property
-    def _studies(self) -> str:
-        return str(Path(self.settings.folder, "studies"))
-
     def _start_searches(self) -> None:
         """Start the probe of a device that was asked for, and the searches whose devices are free, in order."""
         if self._probing is not None:
@@ -383,7 +374,7 @@ class SearchThread(threading.Thread):
         events.read()  # of the search that goes on
         events.phase = None
         study = study_name(search.target, target, options)
-        own = ["--json", "--events", str(events.path), "--out", self._studies, "--study", study]
+        own = ["--json", "--events", str(events.path), "--out", self.studies, "--study", study]
         fresh = ["--fresh"] if search.is_fresh else []
         arguments = ["search", *options.arguments(), *fresh, *own, *target.arguments()]
         self._running[search.id] = _Process(arguments, target.folder, self._output(search.id))
