@@ -393,7 +393,10 @@ def _proportional_bytes(process: psutil.Process) -> int:
 
     To read it, the kernel visits all pages while the process waits: every half second, it made training a third slower.
     """
-    memory = process.memory_full_info()
+    try:
+        memory = process.memory_full_info()
+    except psutil.AccessDenied:  # on macOS only root may read it
+        return _resident_bytes(process)
     return int(getattr(memory, "pss", memory.rss))
 
 

@@ -24,6 +24,7 @@ from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.integrations.service_address import REQUEST_ID_HEADER
 from autotune_amp.search.answer.decide import rerank_with_options
 from autotune_amp.search.storage.database import study_error
+from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.service.docs_page import PAGE_HEADERS, docs_page
 from autotune_amp.service.jobs import WAITING, ForbiddenError, QueueFullError, Search, State, UnknownError
 from autotune_amp.service.runs import RunStore, prometheus_text, router
@@ -189,7 +190,7 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
         saved = decode(searches.measured_json(search) or b"", Recommendation)
         again = rerank_with_options(
             saved,
-            searches.study(saved).recommendation_path,
+            StudyFolder(searches.studies, saved.search.study).recommendation_path,
             *(ranking.get(name) for name in ("objective", "steps", "samples", "price_per_hour")),
             precision=ranking.get("precision_allowed"),
             memory_limit=ranking.get("memory_limit"),

@@ -24,13 +24,11 @@ import psutil
 from autotune_amp.core.documents import cause, decode, read_file
 from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, RunnerError, StudyError
 from autotune_amp.core.precisions import PRECISIONS
-from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.core.text import in_python
 from autotune_amp.hardware import identify, nvml
 from autotune_amp.integrations.service_address import TOKEN_VARIABLE
 from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.search.options import SearchOptions
-from autotune_amp.search.storage.folder import StudyFolder
 from autotune_amp.service.jobs import (
     WAITING,
     Queue,
@@ -48,6 +46,8 @@ _END_SECONDS = 60.0  # for a search to save its best after SIGTERM
 _LATE_SECONDS = 600.0  # after its budget, when a search is interrupted
 _PROBE_SECONDS = 60.0  # for a probe, before it is interrupted
 _BUSY_SECONDS = 2.0  # until a search is tried again whose study somebody else uses
+# With `-m` Python looks for modules in the target's folder first, unlike `autotune-amp` itself.
+_SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
 
 
 class SearchEvents:
@@ -97,7 +97,7 @@ class _Process:
         environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         with output.open("wb") as out, output.with_suffix(".log").open("wb") as log:
             self._program = Program(
-                [sys.executable, "-m", "autotune_amp", *arguments],
+                [sys.executable, *_SAFE_PATH, "-m", "autotune_amp", *arguments],
                 environment,
                 new_folder(),
                 working_directory=Path(folder),
@@ -151,6 +151,7 @@ class SearchThread(threading.Thread):
         self.is_stopping = False
         self.hardware: dict[str, dict[str, Any]] | None = None  # documents or errors of the devices, once probed
         self.num_trials = 0  # of all searches, since the service was started
+        self.studies = str(Path(settings.folder, "studies"))  # folder of their studies
         self._files = Path(settings.folder, "searches")
         self._files.mkdir(parents=True, exist_ok=True)
         self._devices = {name: _devices_of(target.limits) for name, target in settings.targets.items()}
@@ -211,7 +212,7 @@ class SearchThread(threading.Thread):
 
     def _encode(self, search: Search, position: int | None) -> bytes:
         events = self.events(search)
-        recommendation = None if search.state == "failed" else self._recommendation_json(search)
+        recommendation = None if search.state == "failed" else self._recommendation(search)
         fields = msgspec.structs.asdict(search) | {
             "callers": list(dict.fromkeys(map(caller_name, search.callers))),
             "position": position,
@@ -232,13 +233,12 @@ class SearchThread(threading.Thread):
             events.read()
         return events
 
-    def _recommendation_json(self, search: Search) -> msgspec.Raw | None:
-        """Return the newest recommendation of a search, the best so far if it was ended, or None."""
+    def _recommendation(self, search: Search) -> object:
+        """Return as JSON the newest recommendation of a search, the best so far if it was ended, or None."""
         if search.state != "ended":
             return self.measured_json(search)
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            text = bytes(msgspec.json.decode(read_file(self._output(search.id)), type=_ErrorDocument).best)
-            return msgspec.Raw(msgspec.json.format(text, indent=-1))
+            return decode(read_file(self._output(search.id)), dict[str, Any]).get("best")
         return None
 
     def measured_json(self, search: Search) -> msgspec.Raw | None:
@@ -271,10 +271,6 @@ class SearchThread(threading.Thread):
             return set(precisions) <= set(tried), search.measured or 0.0
 
         return max(measured, key=rank)
-
-    def study(self, recommendation: Recommendation) -> StudyFolder:
-        """Return the folder with the records of a recommendation."""
-        return StudyFolder(self._studies, recommendation.search.study)
 
     def want_hardware(self) -> None:
         """Have the devices probed whose memory and support are not known, once no search runs."""
@@ -328,10 +324,6 @@ class SearchThread(threading.Thread):
         """Return the file with the recommendation of a search that was done."""
         return self._files / f"{id_}.json"
 
-    @property
-    def _studies(self) -> str:
-        return str(Path(self.settings.folder, "studies"))
-
     def _start_searches(self) -> None:
         """Start the probe of a device that was asked for, and the searches whose devices are free, in order."""
         if self._probing is not None:
@@ -351,6 +343,8 @@ class SearchThread(threading.Thread):
             try:
                 if target is None:
                     raise InvalidRequestError(f"There is no target {search.target} any more.", "Name another.")
+                if target_digest(target) != search.target_digest:
+                    raise InvalidRequestError(f"The settings of target {search.target} have changed.", "Ask again.")
                 options = checked_options(target, search.options)
                 if any(_overlap(self._devices[search.target], devices) for devices in taken):
                     taken.append(self._devices[search.target])  # no later one may overtake it
@@ -380,7 +374,7 @@ class SearchThread(threading.Thread):
         events.read()  # of the search that goes on
         events.phase = None
         study = study_name(search.target, target, options)
-        own = ["--json", "--events", str(events.path), "--out", self._studies, "--study", study]
+        own = ["--json", "--events", str(events.path), "--out", self.studies, "--study", study]
         fresh = ["--fresh"] if search.is_fresh else []
         arguments = ["search", *options.arguments(), *fresh, *own, *target.arguments()]
         self._running[search.id] = _Process(arguments, target.folder, self._output(search.id))
@@ -448,12 +442,6 @@ class SearchThread(threading.Thread):
 
 
 _MAX_DOCUMENTS = 64  # of finished searches that are kept encoded
-
-
-class _ErrorDocument(msgspec.Struct):
-    """The part of an error's document that holds the best so far."""
-
-    best: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class OptionError(InvalidRequestError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -88,10 +89,6 @@ def open_service(settings: Settings, tokens: Mapping[str, str]) -> Iterator[Serv
 
 def _max_connections() -> int:
     """Raise this process' limit of file descriptors where it may; return how many connections leave half of it free."""
-    if sys.platform == "win32":  # which has no such limit
-        return _MAX_CONNECTIONS
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MAX_CONNECTIONS

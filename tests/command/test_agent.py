@@ -11,14 +11,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-import torch
 from commands import INJECTED, TORCHRUN, run
 from forked_python import ForkServer
 
-from autotune_amp.command.agent import observer, passes
 from autotune_amp.command.agent.channel import Channel
 from autotune_amp.command.agent.passes import before_update
 from autotune_amp.command.frozen_pair import PairingProblem, pair_steps
@@ -410,6 +407,12 @@ for _ in torch.utils.data.DataLoader(data, batch_size=None):
     assert [(error.types[0], error.message) for error in heard.of(Error)] == [("LookupError", "a fault of the agent")]
 
 
+def test_a_process_in_which_files_cannot_be_guarded_does_not_run(tmp_path: Path) -> None:
+    heard = run([sys.executable, "-c", "open('changed', 'w')"], tmp_path, fails=True, guard={"wrong": 1})
+    assert [error.is_of_agent for error in heard.of(Error)] == [True]
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_loss_that_is_no_number_is_heard(train: Train) -> None:
     text = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -422,25 +425,6 @@ for factor in (1.0, float("nan"), float("inf"), 1.0):
     losses = [step.losses[0] for step in only(train(text)).steps]
     assert isinstance(losses[0], float)
     assert losses[1:3] == ["nan", "nan"]
-
-
-def test_the_memory_that_is_left_is_told_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert observer._free_memory_share() is None, "a card that was not used"
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 30)
-    for free, share in ((30, 0.25), (4, 0.1)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 40))
-        assert observer._free_memory_share() == share
-    failed = Mock(side_effect=RuntimeError("CUDA error: device-side assert triggered"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", failed)
-    assert observer._free_memory_share() is None
-
-
-def test_a_loss_on_an_accelerator_is_kept_there_until_a_step_is_settled() -> None:
-    loss = Mock(device=torch.device("cuda"))
-    kept = passes._readable_later(loss)
-    assert kept is loss.detach().clone()
-    assert not loss.item.called
 
 
 def test_the_users_own_sitecustomize_runs(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,9 +480,15 @@ def test_what_else_looks_into_the_interpreter_goes_on(script: Script, tmp_path: 
         ]
 
 
+# Functions and methods that Python 3.8 does not have.
+NEWER = {"functools.cache", "itertools.pairwise", "removeprefix", "removesuffix", "is_relative_to"}
+
+
 def test_the_agent_is_for_python_3_8_and_needs_nothing_but_torch() -> None:
-    for path in [INJECTED / "sitecustomize.py", *INJECTED.parent.glob("*.py")]:
+    for path in INJECTED.parent.rglob("*.py"):
         tree = ast.parse(path.read_text(), feature_version=(3, 8))
+        attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        assert not NEWER & {name for node in attributes for name in (node.attr, ast.unparse(node))}, path
         imported = {
             (name.name if isinstance(node, ast.Import) else node.module or "").partition(".")[0]
             for node in ast.walk(tree)
@@ -675,6 +665,28 @@ for x, y in torch.utils.data.DataLoader(Stream(), batch_size=8):
     assert per_step(only(heard)) == {(8, 1)}
     (loader,) = only(heard).loaders.values()
     assert (loader.batch_size, loader.num_samples) == (8, None)
+
+
+def test_each_rank_counts_what_it_is_given_of_batches_that_one_draws_for_all(train: Train) -> None:
+    """As rank 0 of two, which draws for both with Accelerate's loader of an IterableDataset."""
+    heard = train(
+        """
+from types import SimpleNamespace
+from accelerate.data_loader import DataLoaderDispatcher
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(zip(inputs, targets))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = DataLoaderDispatcher(Stream(), batch_size=8)
+loader.state = SimpleNamespace(process_index=0, num_processes=2, device="cpu")
+for x, y in loader:
+    loss_of(model(x), y).backward()
+    optimizer.step()
+"""
+    )
+    assert not heard.of(Error)
+    steps = only(heard).steps
+    assert [(sum(step.num_samples.values()), step.num_batches) for step in steps] == [(8 * n, n) for n in range(1, 17)]
 
 
 def test_sizes_of_loaders_that_are_drawn_together_are_candidates_each(train: Train) -> None:

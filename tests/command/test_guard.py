@@ -12,12 +12,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from forked_python import ForkServer, forked_programs
 from running_commands import run_command
 
-from autotune_amp.command.agent.guard import is_standard
+from autotune_amp.command.agent.guard import _Guard, is_standard
 from autotune_amp.command.leftovers import load_kept
 from autotune_amp.command.messages import Error, Hello, Refused
 from autotune_amp.command.ranks import RunEvents
@@ -261,6 +262,15 @@ def test_what_is_its_own_is_free_and_what_it_made_elsewhere_is_listed(
     again = "open('kept', 'w').close(); open('made/more', 'w').close(); open('new', 'w').close(); print('went on')"
     assert "went on" in train(again, kept=ran.kept).state.printed
     assert train(again).events.first(Refused) is not None, "of a run that is none of ours"
+
+
+def test_of_the_folder_that_holds_tritons_cache_nothing_else_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    guard = _Guard(Mock(), [], str(tmp_path / "made"), str(tmp_path / "opened"))
+    assert guard._is_free(f"{tmp_path}/.triton/cache/kernel")
+    assert not guard._is_free(f"{tmp_path}/run/model.pt")
 
 
 LEAVES = """

@@ -236,6 +236,13 @@ def test_no_fp16_without_a_scaler(ran: Ran) -> None:
     assert not rank.sets
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_the_scripts_own_switch_of_tf32_does_not_undo_the_precision(ran: Ran, precision: str) -> None:
+    text = f"torch.backends.cuda.matmul.allow_tf32 = {precision == 'fp32'}\n{LOADER}{STEPS}"
+    text += f"assert torch.backends.cuda.matmul.allow_tf32 is {precision == 'tf32'}"
+    assert ran(text, precision=precision).primary_steps
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapped", ["nn.parallel.DistributedDataParallel(model)", "fully_shard(model)"])
 def test_ranks(ran: Ran, wrapped: str) -> None:

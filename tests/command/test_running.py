@@ -21,7 +21,7 @@ from commands import TORCHRUN
 from forked_python import ForkServer, forked_programs
 from running_commands import run_command
 
-from autotune_amp.command import verdict
+from autotune_amp.command import running, verdict
 from autotune_amp.command.messages import Torch
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.core.errors import WorkloadError
@@ -336,3 +336,8 @@ def test_what_cannot_be_started(tmp_path: Path, command: list[str], said: list[s
         run_command(command)
     assert all(word in f"{refused.value.message} {refused.value.next_step}" for word in said)
     assert not [one for one in psutil.Process().children() if "keeper.py" in " ".join(one.cmdline())]
+
+
+def test_memory_is_the_resident_one_where_the_shares_of_pages_may_not_be_read() -> None:
+    process = Mock(memory_full_info=Mock(side_effect=psutil.AccessDenied), memory_info=lambda: Mock(rss=1000))
+    assert running._proportional_bytes(process) == 1000

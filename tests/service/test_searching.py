@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -293,6 +294,20 @@ def test_a_target_that_is_gone_fails(make: Callable[..., Service]) -> None:
     assert "mlp" in service.document(gone)["error"]["message"]
 
 
+def test_a_search_that_waits_is_not_begun_with_other_settings_of_its_target(make: Callable[..., Service]) -> None:
+    service = make(mlp="cpu")
+    service.ask("mlp")
+    waiting = service.ask("mlp", seed=1)
+    service.process(0)
+    service.stop()
+    changed = replace(service.settings.targets["mlp"], workload="other.py:f")
+    service.settings = replace(service.settings, targets={"mlp": changed})
+    service.start()
+    service.until(lambda: service.search(waiting).state == "failed")
+    assert len(service.processes) == 1
+    service.until(lambda: service.search(service.ask("mlp", seed=1)).state == "running")
+
+
 def test_devices_are_probed_when_nothing_runs(make: Callable[..., Service]) -> None:
     service = make(mlp="cpu", gpu="cuda:0")
     service.ask("mlp")
@@ -376,6 +391,16 @@ def test_a_probe_that_cannot_be_started_is_told(make: Callable[..., Service], mo
     assert service.thread.hardware is not None
     assert service.thread.hardware["cpu"]["kind"] == "study"
     assert service.thread.is_alive()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has no -P")
+def test_modules_in_the_folder_of_a_target_do_not_replace_those_of_python(tmp_path: Path) -> None:
+    (tmp_path / "signal.py").write_text("raise ImportError")
+    process = searching._Process(["--version"], str(tmp_path), tmp_path / "output")
+    try:
+        assert process._program.wait(60) == 0, (tmp_path / "output.log").read_text()
+    finally:
+        process.close()
 
 
 def test_options_are_those_of_the_target_at_most() -> None:

@@ -43,16 +43,20 @@ def arm(settings_text: str) -> None:
         return
     channel = Channel(settings["socket"])
     channel.send("hello", parent_pid=os.getppid(), python=".".join(map(str, sys.version_info[:3])))
-    trackers.turn_off(channel)
-    if settings.get("guard"):
-        from . import guard
+    try:
+        trackers.turn_off(channel)
+        if settings.get("guard"):
+            from . import guard
 
-        guard.arm(channel, **settings["guard"])
+            guard.arm(channel, **settings["guard"])
 
-    if settings.get("overlay"):
-        from . import overlay
+        if settings.get("overlay"):
+            from . import overlay
 
-        overlay.arm(settings["overlay"])
+            overlay.arm(settings["overlay"])
+    except Exception as error:
+        channel.send_error(error, is_of_agent=True)
+        os._exit(1)  # nothing protects the user's files in this process
 
     def install_observer(_: Any) -> None:
         from . import observer

@@ -4,9 +4,11 @@ them.
 
 from __future__ import annotations
 
+import functools
 import operator
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,9 +16,9 @@ from torch.utils.data import dataloader
 
 from . import where
 from .channel import Channel
-from .tokens import TokenCount, count_tokens
+from .imports import after_import
+from .tokens import MAX_DEPTH, TokenCount, count_tokens
 
-MAX_DEPTH = 4  # nested containers in a batch that are searched for a tensor; deeper ones are rare
 _ACCELERATE_LOADERS = "accelerate.data_loader"  # module whose loaders yield a batch only after fetching the next one
 
 
@@ -38,11 +40,13 @@ class LoaderObserver:
         self._calls_by_dataset: dict[int, tuple[str, str]] = {}  # (maker, line) by id of the dataset
         # Samples and tokens of the batch that an Accelerate loader has fetched but not yet yielded, by loader index.
         self._not_yet_used: dict[str, tuple[int, TokenCount | None]] = {}
+        self._dispatched: set[str] = set()  # indices of loaders from which rank 0 draws the batches of all ranks
 
     def watch(self) -> None:
         """Patch DataLoader and its iterators to report each new loader and count the batches that it yields."""
         self._channel.after_init(dataloader.DataLoader, self._report_loader)
         self._watch_iterating()
+        after_import(_ACCELERATE_LOADERS, self._channel.shield(self._watch_dispatching))
 
     def _report_loader(self, loader: Any) -> None:
         if "_autotune_amp_index" in loader.__dict__:
@@ -100,16 +104,40 @@ class LoaderObserver:
 
         base.__init__, base._reset, base._next_index, base.__next__ = __init__, _reset, _next_index, __next__
 
+    def _watch_dispatching(self, module: Any) -> None:
+        """Count on each rank what an Accelerate loader yields there of the batches that rank 0 draws and sends, in
+        place of the batches that rank 0 draws.
+        """
+        owner = module.DataLoaderDispatcher
+        iterate, add_batch = owner.__iter__, self._channel.shield(self._add_batch)
+
+        @functools.wraps(iterate)
+        def __iter__(loader: Any) -> Iterator[Any]:
+            index = getattr(loader, "_autotune_amp_index", "?")
+            self._dispatched.add(index)
+            self._not_yet_used.pop(index, None)
+            began = time.perf_counter()
+            for batch in iterate(loader):
+                add_batch(index, batch, began)
+                yield batch
+                began = time.perf_counter()
+
+        owner.__iter__ = __iter__
+
     def _record_drawn(self, iterator: Any, indices: Any) -> None:
         is_batch = isinstance(indices, (list, tuple)) and iterator._dataset_kind == dataloader._DatasetKind.Map
         iterator._autotune_amp_drawn.append(len(indices) if is_batch else None)
 
     def _record_batch(self, iterator: Any, batch: Any, began: float) -> None:
-        fetched = time.perf_counter()
         drawn = iterator._autotune_amp_drawn
         num = drawn.popleft() if drawn else None
-        num = size_of(batch) if num is None else num
-        self._count(iterator._autotune_amp_index, num or 0, count_tokens(batch))
+        if iterator._autotune_amp_index not in self._dispatched:
+            self._add_batch(iterator._autotune_amp_index, batch, began, num)
+
+    def _add_batch(self, index: str, batch: Any, began: float, num_samples: int | None = None) -> None:
+        fetched = time.perf_counter()
+        num_samples = size_of(batch) if num_samples is None else num_samples
+        self._count(index, num_samples or 0, count_tokens(batch))
         self.num_batches += 1
         if self.keeps_latest:
             self.latest = batch

@@ -64,8 +64,7 @@ class Channel:
 
     def wait_for_go(self) -> None:
         """Wait until the parent asks this process to go on. It keeps listening meanwhile."""
-        while not self._may_train.wait(1.0):
-            pass
+        self._may_train.wait()
 
     def wait_for_end(self) -> None:
         """Wait until the parent ends this process or closes the connection, which ends it too."""

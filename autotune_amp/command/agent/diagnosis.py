@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from . import where
-from .passes import before_update
+from .passes import before_update, parameters_of
 
 # Module of the package that runs a diagnosis; the package is looked up in the script's own environment first, then in
 # the folder that contains this agent.
@@ -28,33 +28,47 @@ class StepDiagnosis:
         self._observer = observer
         self._settings = settings
         self._steps: Any = None  # an `observed_steps.DiagnosedSteps` once it has begun
-        self._optimizer = -1  # index of the optimizer that steps least often, whose steps are diagnosed
+        self._first_by_parameters: dict[frozenset[int], int] = {}  # index of the first optimizer of these parameters
+        self._first_of: dict[int, int] = {}  # the same by the index of an optimizer
+        self._num_steps_of: dict[int, int] = {}  # by the index of the first one
+        self._diagnosed = -1  # index of the first one of those that step least often, whose steps are diagnosed
         observer.loaders.keeps_latest = True
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Go on with a diagnosis that looks at gradients before the optimizer uses them; see `passes.before_update`."""
-        if self._steps is None or self._observer.index_of(optimizer) != self._optimizer:
+        if self._steps is None or self._first(optimizer) != self._diagnosed:
             return None
         resume = self._channel.shield(self._steps.resume)
         return before_update(args, kwargs, lambda: resume("before step"), self._steps.in_closure)
 
-    def after_step(self, index: int, num_steps_of: list[int], step: dict[str, Any]) -> None:
+    def after_step(self, optimizer: Any, step: dict[str, Any]) -> None:
         """Begin the diagnosis after the warm-up, and go on with it after each step.
 
-        `index` is that of the optimizer, `num_steps_of` has the number of steps of each, and `step` are the fields of
-        its `Step` message.
+        `step` are the fields of the `Step` message of the optimizer.
         """
+        first = self._first(optimizer)
         if self._steps is not None:
-            if index == self._optimizer:
+            if first == self._diagnosed:
                 self._steps.resume("after step")
             return
-        num_steps = num_steps_of[index]
-        if num_steps < self._settings["num_warmup_steps"] or num_steps != min(num_steps_of) or where.rank()["rank"]:
+        num_steps = self._num_steps_of[first] = self._num_steps_of.get(first, 0) + 1
+        least = min(self._num_steps_of.get(self._first(each), 0) for each in self._observer.live_optimizers())
+        if num_steps < self._settings["num_warmup_steps"] or num_steps != least or where.rank()["rank"]:
             return
         if not bool(step["is_skipped"]):  # a GradScaler is still searching for its scale
-            self._begin(index, step)
+            self._begin(first, step)
 
-    def _begin(self, index: int, step: dict[str, Any]) -> None:
+    def _first(self, optimizer: Any) -> int:
+        """Return the index of the first optimizer of the same parameters: a script may make its optimizer anew for
+        each round.
+        """
+        index = self._observer.index_of(optimizer)
+        if index not in self._first_of:
+            parameters = frozenset(map(id, parameters_of(optimizer)))
+            self._first_of[index] = self._first_by_parameters.setdefault(parameters, index)
+        return self._first_of[index]
+
+    def _begin(self, first: int, step: dict[str, Any]) -> None:
         memory = self._observer.memory_fields()  # before this process loads code of ours
         sys.path.append(_PACKAGES)
         try:
@@ -65,7 +79,7 @@ class StepDiagnosis:
             self._channel.wait_for_end()
         finally:
             sys.path.remove(_PACKAGES)
-        self._optimizer = index
+        self._diagnosed = first
         self._steps = observed_steps.DiagnosedSteps(
             self._settings,
             self._observer,

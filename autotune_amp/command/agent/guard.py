@@ -7,7 +7,7 @@ is requested; statements that change an SQLite database; files that torch, torch
 write in native code; creating a repository of the Hugging Face Hub or committing to one.
 
 *Allowed:* the trial's own folders; files that the same run has created, which all its processes record in one list, and
-the data that earlier runs created; devices, pipes, byte code, empty lock files; the caches in `_CACHE_FOLDERS`, which
+the data that earlier runs created; devices, pipes, byte code, empty lock files; the caches in `_cache_folders()`, which
 libraries fill and repair themselves. Data that the run downloads or prepares are marked in the list: see `_is_data`.
 
 *Not checked:* writing by programs other than Python (``rm``, ``tee``, a shell's ``>``), by a Python that ignores
@@ -47,7 +47,6 @@ _CACHE_FOLDERS = {
     "TORCH_HOME": "",
     "TORCHINDUCTOR_CACHE_DIR": "",
     "TORCH_EXTENSIONS_DIR": "",
-    "TRITON_HOME": "~/.triton",
     "TRITON_CACHE_DIR": "",
     "NUMBA_CACHE_DIR": "",
     "CUDA_CACHE_PATH": "~/.nv",
@@ -105,9 +104,8 @@ class _Guard:
         self._read_list = os.path.realpath(opened)
         self._read_names: set[str] = set()
         self._created_list = os.path.realpath(made)
-        caches = (os.environ.get(name) or os.path.expanduser(usual) for name, usual in _CACHE_FOLDERS.items())
         self._working_folder = os.path.realpath(os.getcwd())
-        folders = ["/dev", "/proc", *free, *filter(os.path.isabs, (*caches, sys.pycache_prefix or ""))]
+        folders = ["/dev", "/proc", *free, *filter(os.path.isabs, (*_cache_folders(), sys.pycache_prefix or ""))]
         self._free = tuple(os.path.realpath(folder) + os.sep for folder in folders)
         self._is_data_by_path: dict[str, bool] = {}  # paths that the run created, and whether each holds data
         self._opening = threading.local()  # `is_deferred` while opening a file that is checked at its first write
@@ -329,6 +327,12 @@ class _Guard:
             _check_before(hub.HfApi, name, lambda _, *args, **kwargs: refuse_upload(*args, **kwargs))
 
 
+def _cache_folders() -> list[str]:
+    """Return the folders that libraries use as their caches."""
+    folders = [os.environ.get(name) or os.path.expanduser(usual) for name, usual in _CACHE_FOLDERS.items()]
+    return [*folders, os.path.join(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton")]
+
+
 def _is_cache(path: str) -> bool:
     """Whether a part of the path is named like a cache."""
     return any(_CACHE_NAME.fullmatch(part) for part in path.split(os.sep))
@@ -359,7 +363,8 @@ def _is_method_of_data(frame: Any, module: str) -> bool:
     return is_possible and isinstance(frame.f_locals.get("self"), tuple(_data_classes(module)))
 
 
-@functools.cache  # a file may be created for each sample
+# A file may be created for each sample.
+@functools.lru_cache(maxsize=None)  # noqa: UP033 - Python 3.8 has no `functools.cache`
 def _may_be_method_of_data(code: Any, module: str) -> bool:
     kinds = _data_classes(module)
     for kind in kinds:  # which grows

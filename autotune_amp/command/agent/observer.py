@@ -10,6 +10,7 @@ import atexit
 import functools
 import multiprocessing
 import os
+import resource
 import socket
 import sys
 import time
@@ -99,6 +100,7 @@ class Observer:
         self.ignores_steps = False  # while DeepSpeed's engine is made, which steps to make its optimizer's state
         self._pending: list[dict[str, Any]] = []  # steps not reported yet: reading their losses synchronizes the device
         self.device = torch.device("cpu")
+        self._devices: set[torch.device] = set()  # of all parameters, also those that are not trained
         self._num_compilations = 0
         self._peak_bytes: int | None = None
         self.modules: dict[int, Any] = {}  # outermost modules that have run in training: weak references by id
@@ -270,7 +272,7 @@ class Observer:
             self._count_flops(self._num_steps_of[0])
         self.passes.overhead_seconds += time.perf_counter() - began
         if self.diagnosis is not None:
-            self.diagnosis.after_step(index, self._num_steps_of, step)
+            self.diagnosis.after_step(optimizer, step)
 
     def _count_flops(self, num_steps: int) -> None:
         """Count the floating-point operations of the first optimizer's second step, which is part of the warm-up and
@@ -308,7 +310,7 @@ class Observer:
         last = self._pending[-1]
         last.update(self.memory_fields())
         if self.device.type != "cpu":
-            getattr(torch, self.device.type).synchronize(*self._device_arguments)
+            self._call_for_accelerators("synchronize")
             last["time"] = time.monotonic()
         last["is_settled"] = True  # its time is that after a synchronization; the times of the others are not
         last["overhead_seconds"] = self.passes.overhead_seconds + self.loaders.overhead_seconds
@@ -322,31 +324,39 @@ class Observer:
         if self.num_steps <= NUM_STEPS_SENT_AT_ONCE:
             self.channel.flush()
 
-    @property
-    def _device_arguments(self) -> tuple[Any, ...]:
-        """Return the arguments for functions of `torch.cuda` or its like: the device; none for `torch.mps`."""
-        return () if self.device.type == "mps" else (self.device,)
+    def _call_for_accelerators(self, name: str) -> list[Any]:
+        """Call the function `name` of `torch.cuda` or its like for each accelerator, and return the results."""
+        function = getattr(getattr(torch, self.device.type), name)
+        if self.device.type == "mps":
+            return [function()]
+        return [function(device) for device in self._devices if device.type == self.device.type]
 
     def _update_peak_memory(self) -> None:
-        """Read this process's peak resident memory if it trains on a CPU.
+        """Read this process's peak resident memory if it trains on a CPU, or poll MPS, which keeps no peak.
 
         The sending thread calls this, not every step: reading it takes longer than sending a step's messages.
         """
         if self._optimizers and self.device.type == "cpu":
             self._peak_bytes = _peak_resident_bytes()
+        elif self.device.type == "mps":
+            self._peak_bytes = max(self._peak_bytes or 0, torch.mps.driver_allocated_memory())
 
     def memory_fields(self) -> dict[str, Any]:
-        """Return the fields of `Step` on memory: peaks of this process so far, in bytes."""
-        if self.device.type == "cpu":
+        """Return the fields of `Step` on memory: peaks of this process so far, in bytes; of several accelerators the
+        largest.
+        """
+        if self.device.type in ("cpu", "mps"):
             if self.num_steps <= NUM_STEPS_SENT_AT_ONCE:
                 self._update_peak_memory()
-            return {"peak_memory_bytes": self._peak_bytes}
-        module = getattr(torch, self.device.type)
-        stats = module.memory_stats(*self._device_arguments) if hasattr(module, "memory_stats") else {}
+            fields = {"peak_memory_bytes": self._peak_bytes}
+            return fields if self.device.type == "cpu" else {**fields, "reserved_memory_bytes": self._peak_bytes}
+        if not hasattr(getattr(torch, self.device.type), "memory_stats"):
+            return {}
+        stats = self._call_for_accelerators("memory_stats")
         return {
-            "peak_memory_bytes": stats.get("allocated_bytes.all.peak", 0),
-            "reserved_memory_bytes": stats.get("reserved_bytes.all.peak", 0),
-            "num_ooms": stats.get("num_ooms", 0),
+            "peak_memory_bytes": max(each.get("allocated_bytes.all.peak", 0) for each in stats),
+            "reserved_memory_bytes": max(each.get("reserved_bytes.all.peak", 0) for each in stats),
+            "num_ooms": sum(each.get("num_ooms", 0) for each in stats),
         }
 
     def _report_optimizer(self, optimizer: Any) -> None:
@@ -356,6 +366,7 @@ class Observer:
         self._num_steps_of.append(0)
         self.device = next((p.device for p in parameters if p.device.type != "cpu"), self.device)
         untrained = {id(p): p for module in self.live_modules() for p in module.parameters() if not p.requires_grad}
+        self._devices |= {p.device for p in (*parameters, *untrained.values())}
         self.channel.send(
             "optimizer",
             index=len(self._optimizers) - 1,
@@ -413,8 +424,8 @@ def _hook_scaler(observer: Observer) -> None:
     scaler_class.step = step
 
 
-def _peak_resident_bytes() -> int | None:
-    """Return the peak resident memory of this process, None on systems without /proc."""
+def _peak_resident_bytes() -> int:
+    """Return the peak resident memory of this process."""
     try:
         with open("/proc/self/status", "rb") as status:
             for line in status:
@@ -422,7 +433,8 @@ def _peak_resident_bytes() -> int | None:
                     return 1024 * int(line.split()[1])
     except OSError:
         pass
-    return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def _free_memory_share() -> float | None:

@@ -39,7 +39,7 @@ def watch(channel: Channel, observer: Any) -> None:
     reporter.report_loaders()
     reporter.report_regions()
     observer.passes.on_outermost.append(reporter.report_forward)
-    reporter.watch("scaler", GradScaler, ("step",), lambda scaler: {"enabled": scaler.is_enabled()})
+    reporter.watch("scaler", GradScaler, "step", lambda scaler: {"enabled": scaler.is_enabled()})
 
     @channel.shield
     def report_arguments(trainer: Any) -> None:
@@ -61,7 +61,7 @@ def watch(channel: Channel, observer: Any) -> None:
         reporter.watch(
             "lightning_trainer",
             module.Trainer,
-            ("fit",),
+            "fit",
             lambda trainer: {
                 "precision": trainer.precision,
                 "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -72,7 +72,7 @@ def watch(channel: Channel, observer: Any) -> None:
         reporter.watch(
             "accelerator",
             module.Accelerator,
-            ("backward",),
+            "backward",
             lambda accelerator: {
                 "mixed_precision": accelerator.mixed_precision,
                 "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
@@ -108,11 +108,10 @@ class _SiteReporter:
     def _record_call(self, instance: Any) -> None:
         self._calls[id(instance)] = _call_site(instance)
 
-    def watch(self, kind: str, owner: Any, uses: tuple[str, ...], values: Any) -> None:
-        """Report each object of the class `owner` once one of its methods `uses` is called, with `values(object)`."""
+    def watch(self, kind: str, owner: Any, use: str, values: Any) -> None:
+        """Report each object of the class `owner` once its method `use` is called, with `values(object)`."""
         self.record_calls(owner)
-        for name in uses:
-            setattr(owner, name, self._with_report(kind, getattr(owner, name), values))
+        setattr(owner, use, self._with_report(kind, getattr(owner, use), values))
 
     def _with_report(self, kind: str, original: Any, values: Any) -> Any:
         report = self._channel.shield(lambda instance: self.report(kind, instance, values(instance)))

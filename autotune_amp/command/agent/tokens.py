@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-MAX_DEPTH = 4  # nested containers in a batch that are searched for token ids; deeper ones are rare
+MAX_DEPTH = 4  # nested containers in a batch that are searched for tensors; deeper ones are rare
 # Names under which data collators pass the boundaries of packed sequences: the last one is the number of tokens.
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens")
 

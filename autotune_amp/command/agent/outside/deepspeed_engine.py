@@ -100,60 +100,52 @@ def _tell_skip(engine: Any) -> None:
         )
 
 
-class ConfigHooks:
-    """Hooks that set batch size, accumulation steps and precision in the config of DeepSpeed.
+def hook_config(hooks: Any, values: dict[str, Any], report_switch: Callable[..., None]) -> None:
+    """Set batch size, accumulation steps and precision in the config of DeepSpeed once it is imported.
 
-    `hooks` are the `SettingHooks` with the values; `report_switch` is called with DeepSpeed's own values.
+    `hooks` are the `SettingHooks`, `values` what is to be set; `report_switch` is called with DeepSpeed's own values.
     """
 
-    def __init__(self, hooks: Any, values: dict[str, Any], report_switch: Callable[..., None]) -> None:
-        self._hooks = hooks
-        self._values = values
-        self._report_switch = report_switch
-
-    def install(self) -> None:
-        """Hook into the config once it is imported."""
-        after_import("deepspeed.runtime.config", self._hooks.channel.shield(self._hook_config))
-
-    def _hook_config(self, module: Any) -> None:
+    def hook(module: Any) -> None:
         owner = module.DeepSpeedConfig
-        original, set_precision = owner._initialize_params, self._set_precision
-        complete = owner._configure_train_batch_size
+        original, complete = owner._initialize_params, owner._configure_train_batch_size
 
         @functools.wraps(original)
-        def _initialize_params(config: Any, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            set_precision(values)
-            original(config, values, *args, **kwargs)
+        def _initialize_params(config: Any, document: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            precision = values.get("precision")
+            if precision is not None:
+                hooks.is_in_framework = True
+                hooks.report_set("precision", "DeepSpeed's config", _precision(document), precision)
+                _set_precision(document, precision)
+            original(config, document, *args, **kwargs)
 
         @functools.wraps(complete)
         def _configure_train_batch_size(config: Any) -> None:
             complete(config)  # from train_batch_size and the number of ranks
             today = {name: getattr(config, argument) for name, argument in _ARGUMENTS.items()}
             today["precision"] = _precision(config._param_dict)
-            self._report_switch("DeepSpeed's config", {**_ARGUMENTS, "precision": "bf16.enabled"}, today)
+            report_switch("DeepSpeed's config", {**_ARGUMENTS, "precision": "bf16.enabled"}, today)
             for name, argument in _ARGUMENTS.items():
-                if name in self._values:
-                    self._hooks.report_set(name, f"DeepSpeed's {argument}", today[name], self._values[name])
-                    setattr(config, argument, self._values[name])
+                if name in values:
+                    hooks.report_set(name, f"DeepSpeed's {argument}", today[name], values[name])
+                    setattr(config, argument, values[name])
             num_samples = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
             config.train_batch_size = num_samples * config.world_size
 
         owner._initialize_params, owner._configure_train_batch_size = _initialize_params, _configure_train_batch_size
 
-    def _set_precision(self, config: dict[str, Any]) -> None:
-        """Set the precision in the dict of a config, in place."""
-        precision = self._values.get("precision")
-        if precision is None:
-            return
-        self._hooks.is_in_framework = True
-        self._hooks.report_set("precision", "DeepSpeed's config", _precision(config), precision)
-        if config.get("torch_autocast", {}).get("enabled"):
-            dtype = _DTYPES.get(precision)
-            autocast = {**config["torch_autocast"], "enabled": dtype is not None}
-            config["torch_autocast"] = autocast if dtype is None else {**autocast, "dtype": dtype}
-        else:
-            for name in _DTYPES:
-                config[name] = {**_section(config, name), "enabled": name == precision}
+    after_import("deepspeed.runtime.config", hooks.channel.shield(hook))
+
+
+def _set_precision(config: dict[str, Any], precision: str) -> None:
+    """Set the precision in the dict of a config, in place."""
+    if config.get("torch_autocast", {}).get("enabled"):
+        dtype = _DTYPES.get(precision)
+        autocast = {**config["torch_autocast"], "enabled": dtype is not None}
+        config["torch_autocast"] = autocast if dtype is None else {**autocast, "dtype": dtype}
+    else:
+        for name in _DTYPES:
+            config[name] = {**_section(config, name), "enabled": name == precision}
 
 
 def _precision(config: dict[str, Any]) -> str:

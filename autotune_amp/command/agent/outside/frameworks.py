@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import where
 from ..imports import after_import
-from .deepspeed_engine import ConfigHooks
+from .deepspeed_engine import hook_config
 
 _TRAINING_ARGUMENTS = {
     "batch_size": "per_device_train_batch_size",
@@ -47,7 +47,7 @@ class FrameworkHooks:
         after_import("accelerate.accelerator", self._hook_accelerator)
         after_import("lightning.pytorch.trainer.trainer", self._hook_lightning_trainer)
         after_import("pytorch_lightning.trainer.trainer", self._hook_lightning_trainer)
-        ConfigHooks(self._hooks, dict(self._hooks.values), self._report_switch).install()
+        hook_config(self._hooks, dict(self._hooks.values), self._report_switch)
 
     def _report_switch(
         self, owner: str, arguments: dict[str, str], today: dict[str, Any], parser: str = "", line: str = ""

@@ -61,7 +61,11 @@ class SettingHooks:
             self._hook_regions()
             self._passes.on_outermost.append(self._wrap_forward)
         if precision in ("fp32", "tf32"):
-            torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+            self._set_matmul_precision()
+            self._passes.on_outermost.append(self._set_matmul_precision)  # after the script, which may have set its own
+
+    def _set_matmul_precision(self, *_: Any) -> None:
+        torch.set_float32_matmul_precision("high" if self.values["precision"] == "tf32" else "highest")
 
     def report_set(self, name: str, what: str, was: Any, value: Any, line: str = "") -> None:
         """Report once that the value of `name` was set in `what`, at `line` (by default the user's line that runs)."""

@@ -43,7 +43,7 @@ finally:
     if "AUTOTUNE_AMP_AGENT" in os.environ and sys.version_info >= (3, 8):
         try:
             _arm()
-        except Exception:  # the user's program runs, whatever becomes of us; the parent hears of no step
+        except Exception:  # the user's program runs, whatever becomes of us; without a guard it is not reached
             import traceback
 
             sys.stderr.write("autotune-amp: its agent could not be started in this process\n")

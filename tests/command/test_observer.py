@@ -1,0 +1,95 @@
+"""What the observer of steps does in a process, called in this one."""
+
+from __future__ import annotations
+
+import sys
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from autotune_amp.command.agent import observer, passes
+from autotune_amp.command.agent.diagnosis import StepDiagnosis
+
+
+def test_the_memory_that_is_left_is_told_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert observer._free_memory_share() is None, "a card that was not used"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 30)
+    for free, share in ((30, 0.25), (4, 0.1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 40))
+        assert observer._free_memory_share() == share
+    failed = Mock(side_effect=RuntimeError("CUDA error: device-side assert triggered"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", failed)
+    assert observer._free_memory_share() is None
+
+
+@pytest.fixture
+def observed(monkeypatch: pytest.MonkeyPatch) -> observer.Observer:
+    """An observer in this process, which forgets it."""
+    monkeypatch.setattr("os.register_at_fork", Mock())
+    return observer.Observer(Mock())
+
+
+def optimizer_on(*devices: str) -> Mock:
+    parameters = [Mock(device=torch.device(device), dtype=torch.float32, numel=lambda: 1) for device in devices]
+    return Mock(param_groups=[{"params": parameters}])
+
+
+def test_memory_is_that_of_every_accelerator_of_a_process(
+    observed: observer.Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synchronized = Mock()
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronized)
+    monkeypatch.setattr(
+        torch.cuda,
+        "memory_stats",
+        lambda device: {
+            "allocated_bytes.all.peak": 100 + device.index,
+            "reserved_bytes.all.peak": 200 + device.index,
+            "num_ooms": 1 + device.index,
+        },
+    )
+    observed.report_step(optimizer_on("cuda:0", "cuda:1", "cpu"))
+    (step,) = [call.kwargs for call in observed.channel.add.call_args_list]  # type: ignore[attr-defined]
+    assert (step["peak_memory_bytes"], step["reserved_memory_bytes"], step["num_ooms"]) == (101, 201, 3)
+    assert {call.args[0].index for call in synchronized.call_args_list} == {0, 1}
+
+
+def test_memory_is_known_on_a_mac(observed: observer.Observer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observer, "open", Mock(side_effect=FileNotFoundError), raising=False)
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("resource.getrusage", lambda _: Mock(ru_maxrss=1000))
+    observed.index_of(optimizer_on("cpu"))
+    assert observed.memory_fields() == {"peak_memory_bytes": 1000}
+    allocated = iter([3000, 2000])
+    monkeypatch.setattr("torch.mps.driver_allocated_memory", lambda: next(allocated))
+    observed.index_of(optimizer_on("mps"))
+    for _ in range(2):
+        assert observed.memory_fields() == {"peak_memory_bytes": 3000, "reserved_memory_bytes": 3000}
+
+
+def test_a_diagnosis_goes_on_where_a_script_makes_its_optimizer_anew(
+    observed: observer.Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diagnosed = Mock()
+    monkeypatch.setitem(sys.modules, "autotune_amp.trial.observed_steps", Mock(DiagnosedSteps=diagnosed))
+    observed.diagnosis = StepDiagnosis(observed.channel, observed, {"num_warmup_steps": 3})
+
+    def step(parameter: torch.nn.Parameter) -> None:
+        observed.report_step(torch.optim.SGD([parameter]))
+
+    weights, other_weights = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    step(other_weights)  # once, with an optimizer that is gone then
+    for num_begun in (0, 0, 1):
+        step(weights)
+        assert diagnosed.call_count == num_begun
+    step(weights)
+    diagnosed.return_value.resume.assert_called_once_with("after step")
+
+
+def test_a_loss_on_an_accelerator_is_kept_there_until_a_step_is_settled() -> None:
+    loss = Mock(device=torch.device("cuda"))
+    kept = passes._readable_later(loss)
+    assert kept is loss.detach().clone()
+    assert not loss.item.called
