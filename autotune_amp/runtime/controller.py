@@ -257,6 +257,8 @@ class PrecisionController(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Run ``optimizer.step(*args, **kwargs)`` if there are gradients and they and the loss are finite."""
+        if torch.is_autocast_enabled(self._ranks.device.type):  # which keeps casts of the weights before the step
+            torch.clear_autocast_cache()
         check = self._check
         if not self._enabled:
             self._executor.register_optimizer(number := check.number_of(optimizer), optimizer)
