@@ -178,9 +178,10 @@ class PrecisionController(torch.amp.GradScaler):
         if not isinstance(outputs, (Tensor, list, tuple)) and isinstance(outputs, Iterable):  # may be a generator
             outputs = list(outputs)
         losses = [outputs] if isinstance(outputs, Tensor) else list(filter(torch.is_tensor, tree_leaves(outputs)))
-        if losses and self._scale is None:
-            self._scaler.place(losses[0].device, self._scaler.target, self._rule.growth_tracker)
-        self._check.see_losses(losses)
+        if losses:
+            if self._scale is None:
+                self._scaler.place(losses[0].device, self._scaler.target, self._rule.growth_tracker)
+            self._check.see_losses(losses, self._scale.device)
         scaled = super().scale(outputs) if self._scaler.is_scaling else outputs
         for loss in tree_leaves(scaled) if self._watches_backward else ():
             if isinstance(loss, Tensor) and loss.requires_grad:

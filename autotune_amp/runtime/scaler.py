@@ -290,15 +290,15 @@ class GradientCheck:
         verdict = window.verdicts[self.number_of(optimizer)] = int(known)
         return verdict
 
-    def see_losses(self, losses: Iterable[Tensor]) -> None:
-        """Check whether the losses of a backward pass are finite.
+    def see_losses(self, losses: Iterable[Tensor], device: torch.device) -> None:
+        """Check whether the losses of a backward pass are finite. `device` is where the loss scale is.
 
         Losses after the scale was read are ignored: a gradient penalty's loss contains gradients, which overflow too.
         """
         for loss in () if self.window.scale_was_read else losses:
-            self._see_loss(loss.detach())
+            self._see_loss(loss.detach(), device)
 
-    def _see_loss(self, loss: Tensor) -> None:
+    def _see_loss(self, loss: Tensor, device: torch.device) -> None:
         window = self.window
         value = loss if loss.numel() == 1 else loss.sum(dtype=torch.float32)
         if self.is_on_host(value):
@@ -306,9 +306,8 @@ class GradientCheck:
             if not math.isfinite(window.loss):
                 window.loss_probe = math.nan
             return
-        window.loss = value.float().reshape(())
-        nothing, probe = window.loss * 0.0, window.loss_probe
-        window.loss_probe = nothing if isinstance(probe, float) else probe + nothing.to(probe.device)
+        window.loss = value.float().reshape(()).to(device)
+        window.loss_probe = window.loss_probe + window.loss * 0.0
 
     def examine(
         self, optimizer: torch.optim.Optimizer, device: torch.device, inv_scale: Tensor | None, *, samples: bool
@@ -365,6 +364,8 @@ class GradientCheck:
             if not are_many:
                 return NO_GRADIENTS, None
             found = torch.full((), float(NO_GRADIENTS), device=device)
+        if not self.is_on_host(found):
+            found = found.to(device)  # the model may be split over several devices
         if not self.is_on_host(found):
             judged = torch.nan_to_num(found + window.loss_probe, nan=float(BAD_LOSS))
             if are_many:

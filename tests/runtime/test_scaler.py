@@ -35,7 +35,7 @@ def optimizer_of(*gradient: float) -> torch.optim.Optimizer:
 
 def test_the_loss_of_another_rank_stands_where_this_one_has_none() -> None:
     check = GradientCheck(TwoRanks(0.0, 1.5))
-    check.see_losses([torch.tensor(math.nan)])
+    check.see_losses([torch.tensor(math.nan)], CPU)
     optimizer = optimizer_of(1.0)
     check.examine(optimizer, CPU, None, samples=False)
     assert (check.verdict_of(optimizer), check.window.loss) == (BAD_LOSS, 1.5)
@@ -45,11 +45,25 @@ def test_a_share_read_with_a_late_verdict_is_the_largest_of_all_ranks(monkeypatc
     monkeypatch.setattr(GradientCheck, "is_on_host", staticmethod(lambda tensor: False))
     ranks = TwoRanks(0.0, 0.0)
     check, optimizer = GradientCheck(ranks), optimizer_of(1.0)
-    check.see_losses([torch.tensor(2.0)])
+    check.see_losses([torch.tensor(2.0)], CPU)
     check.examine(optimizer, CPU, None, samples=True)
     ranks.others = (0.25,)
     assert check.wait_for(optimizer) == CLEAN
     assert (check.window.loss, check.window.lost_share) == (2.0, 0.25)
+
+
+def test_losses_and_gradients_on_other_devices_are_judged_where_the_loss_scale_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As those of a model that is split over two GPUs; the meta device stands for the scale's."""
+    monkeypatch.setattr(GradientCheck, "is_on_host", staticmethod(lambda tensor: False))
+    scale = torch.device("meta")
+    check, optimizer = GradientCheck(Ranks(CPU)), optimizer_of(1.0)
+    check.see_losses([torch.tensor(2.0)], scale)
+    skipped = check.examine(optimizer, scale, None, samples=False)
+    window = check.window
+    found = [skipped, check.verdict_of(optimizer), window.loss, window.loss_probe]
+    assert [value.device for value in found if isinstance(value, Tensor)] == [scale] * 4
 
 
 @pytest.mark.parametrize("order", [1, -1])
