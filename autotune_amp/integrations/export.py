@@ -181,6 +181,8 @@ class ExportedScript:
             if lines is not None:
                 self.handled.add(dimension.name)
                 self.lines += lines
+                if any("torch." in line.partition("#")[0] for line in lines):
+                    self.imports.add("import torch")
         self.comments += argument_comments(setting.config)
         if exports := export_lines(setting.config):
             self.comments += ["Before Python starts, in the shell:", *(f"  {line}" for line in exports)]
@@ -198,6 +200,7 @@ class ExportedScript:
     def add_prepared(self, config: str) -> None:
         """Add ``prepare(...)`` for the config's changes to model and optimizer; `config` is its source."""
         if self.setting.config.active_variants:
+            self._import_classes(config)
             self.handled |= VARIANT_VALUES.keys() - set(LOADER_ARGUMENTS)
             self.imports.add("from autotune_amp import prepare")
             self.lines.append(f"model, optimizer = prepare({config}, model, optimizer)  # on their device")
@@ -207,8 +210,13 @@ class ExportedScript:
         self.handled.update(self.setting.config.__struct_fields__)
         source = f"config = {_source(self.setting.config)}"
         self.lines.append(source)
+        self._import_classes(source)
+
+    def _import_classes(self, source: str) -> None:
+        """Import the classes of the package that `source` names."""
         classes = [kind.__name__ for kind in (AmpConfig, FallbackPlan, LossScale) if f"{kind.__name__}(" in source]
-        self.imports.add(f"from autotune_amp.core.config import {', '.join(classes)}")
+        if classes:
+            self.imports.add(f"from autotune_amp.core.config import {', '.join(classes)}")
 
     def add_loader(self) -> None:
         """Add ``loader = DataLoader(...)``."""
@@ -270,7 +278,9 @@ def _source(value: object, indent: str = "") -> str:
         return call_source(f"{type(value).__name__}(", keyword_sources(_changed_fields(value), inner), indent=indent)
     if isinstance(value, tuple):
         return call_source("[", [_source(part, inner) for part in value], "]", indent)
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | dict) else repr(value)
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_source(key)}: {_source(item)}' for key, item in value.items())}}}"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def _source_in_line(value: object) -> str:
@@ -295,7 +305,6 @@ def torch(setting: ExportSource) -> str:
             Setting(precision=config.precision, batch_size=config.batch_size), loss_scale=config.loss_scale
         )
         script.add_prepared(_source(msgspec.structs.replace(bare, **missing)))
-        script.imports.add("from autotune_amp.core.config import AmpConfig")
     steps = config.accumulation_steps
     script.handled |= {"precision", "as_found", "accumulation_steps", "loss_scale"}
     dtype = AUTOCAST_DTYPES.get(config.precision)
