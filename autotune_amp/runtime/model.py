@@ -202,7 +202,9 @@ class RunningStatistics:
             if before is None or before.numel() != sum(buffer.numel() for buffer in alike):
                 continue
             if isinstance(skipped, Tensor):
-                before = torch.where(skipped.to(before.device, non_blocking=True) != 0, before, _flat(alike))
+                is_on_host = before.device.type == "cpu"  # which would read a non-blocking copy too early
+                skipped_here = skipped.to(before.device, non_blocking=not is_on_host)
+                before = torch.where(skipped_here != 0, before, _flat(alike))
             parts = torch.split(before, [buffer.numel() for buffer in alike])
             torch._foreach_copy_(alike, [p.reshape(b.shape) for p, b in zip(parts, alike, strict=True)])
 

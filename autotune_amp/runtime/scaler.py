@@ -211,9 +211,10 @@ def check_gradients(optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) 
                     "Keep trainable parameters in fp32 (model.float()); autocast casts them where it pays.",
                 )
             else:
-                one = _one(device) if inv_scale is None else inv_scale.to(device, non_blocking=True)
+                # Copies to the host are blocking: it would read a non-blocking one too early.
+                one = _one(device) if inv_scale is None else inv_scale.to(device, non_blocking=device.type != "cpu")
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, one)
-            if found is not None:  # a blocking copy, since the host would read a non-blocking one too early
+            if found is not None:
                 found = torch.maximum(found, here.to(found.device, non_blocking=found.device.type != "cpu"))
             else:
                 found = here

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, GradientCheck, Ranks, lost_share
+from autotune_amp.runtime.model import RunningStatistics
+from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, GradientCheck, Ranks, check_gradients, lost_share
 
 CPU = torch.device("cpu")
 
@@ -64,6 +66,24 @@ def test_losses_and_gradients_on_other_devices_are_judged_where_the_loss_scale_i
     window = check.window
     found = [skipped, check.verdict_of(optimizer), window.loss, window.loss_probe]
     assert [value.device for value in found if isinstance(value, Tensor)] == [scale] * 4
+
+
+class Copied(Tensor):
+    """Notes whether its copies to the host are non-blocking, which is seen on an accelerator alone."""
+
+    noted: ClassVar[list[object]] = []
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        self.noted.append(kwargs.get("non_blocking", False))
+        return super().to(*args, **kwargs)
+
+
+def test_what_the_host_reads_at_once_is_copied_there_blocking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Copied, "noted", [])
+    optimizer = optimizer_of(2.0)
+    check_gradients(optimizer, torch.tensor(0.5).as_subclass(Copied))
+    RunningStatistics(nn.BatchNorm1d(2)).undo_where(torch.tensor(1.0).as_subclass(Copied))
+    assert Copied.noted == [False] * 3  # statistics of two dtypes
 
 
 @pytest.mark.parametrize("order", [1, -1])
