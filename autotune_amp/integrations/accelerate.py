@@ -58,6 +58,7 @@ from torch import Tensor, nn
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.evidence import AUTOCAST_DTYPES
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.integrations.bridge import (
     AccumulationWindow,
@@ -115,9 +116,8 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         steps = others.pop("gradient_accumulation_steps", None) if plugin is None else plugin.num_steps
         raise_if_argument_differs("gradient_accumulation_steps", steps, self._own_config.accumulation_steps)
         plugin = plugin or GradientAccumulationPlugin(num_steps=self._own_config.accumulation_steps)
-        raise_if_argument_differs(
-            "mixed_precision", others.pop("mixed_precision", None), self._own_config.autocast_precision
-        )
+        own_precision = self._own_config.autocast_precision if self._own_config.precision in AUTOCAST_DTYPES else "no"
+        raise_if_argument_differs("mixed_precision", others.pop("mixed_precision", None), own_precision)
         for handler in others.get("kwargs_handlers") or ():
             if isinstance(handler, GradScalerKwargs | AutocastKwargs):
                 raise InvalidRequestError(

@@ -220,6 +220,7 @@ def test_evaluation_and_blocks_with_autocast_off() -> None:
     ("options", "message"),
     [
         ({"mixed_precision": "bf16"}, "mixed_precision='bf16' contradicts.*'fp16'"),
+        ({"mixed_precision": "no"}, "mixed_precision='no' contradicts"),
         ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps=3 contradicts"),
     ],
 )
@@ -228,6 +229,15 @@ def test_what_contradicts_the_config_is_refused(options: dict[str, Any], message
 
     with pytest.raises(InvalidRequestError, match=message):
         AutotuneAccelerator(fp16("fp32"), cpu=True, **options)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_accelerates_own_name_for_a_precision_without_autocast_is_taken(precision: Any) -> None:
+    from autotune_amp.integrations.accelerate import AutotuneAccelerator
+
+    config = AmpConfig(precision=precision, batch_size=4)
+    made = AutotuneAccelerator(config, cpu=True, mixed_precision="no")
+    assert made.controller.config == config
 
 
 def test_a_scaler_of_ones_own_is_refused() -> None:
