@@ -236,6 +236,10 @@ class PrecisionController(torch.amp.GradScaler):
         self._examine(optimizer, self._scaler.inverse() if self._scaler.is_scaling else None)
         state["stage"] = OptState.UNSCALED
 
+    def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether `unscale_` or `step` was called for the optimizer since the last update."""
+        return self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
+
     def unscale_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> int | Tensor:
         """Call `unscale_` on all optimizers, to clip by a single norm: a non-finite gradient in one skips all.
 
@@ -245,7 +249,7 @@ class PrecisionController(torch.amp.GradScaler):
         if not self._enabled:
             return CLEAN
         for optimizer in given:
-            if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            if not self.is_unscaled(optimizer):
                 self.unscale_(optimizer)
         return self._check.join(given, self._per_optimizer_states)
 
@@ -331,14 +335,21 @@ class PrecisionController(torch.amp.GradScaler):
     def _begin_window(self) -> None:
         self._is_in_window = True
         model, window = self._executor.model, self._check.window
-        is_unread = window.num_passes > 0 and not (window.verdicts or window.scale_was_read)
-        if is_unread and not self._executor.optimizers.may_hold_gradients():
-            if window.has_run_backward:  # else its backward pass may follow those of more losses
+        if window.num_passes > 0 and self._may_be_dropped() and not self._executor.optimizers.may_hold_gradients():
+            # Without a backward pass so far, that may follow those of more losses.
+            if window.has_run_backward or window.verdicts:
                 dropped = window.dropped_probe + window.loss_probe
                 self._check.window = window = UpdateWindow(dropped_probe=dropped)
+                self._per_optimizer_states.clear()
             self._watches_backward = True
         if model is not None and window.num_passes == 0:
             model.begin_window()
+
+    def _may_be_dropped(self) -> bool:
+        """Return whether the loop may have left the window's step out, if no gradients are left."""
+        if not self._check.window.verdicts:
+            return not self._check.window.scale_was_read
+        return {state["stage"] for state in self._per_optimizer_states.values()} == {OptState.UNSCALED}
 
     def _end_window(self) -> None:
         window, self._check.window = self._check.window, UpdateWindow()

@@ -122,6 +122,21 @@ def test_it_trains_bit_for_bit_as_the_controller_does_by_hand(
     assert same(run.net, by_hand(config, samples, 0.5))
 
 
+def test_a_step_that_the_loop_leaves_out_after_clipping_does_not_touch_the_next() -> None:
+    run = Run(AmpConfig(precision="bf16", batch_size=4))
+    first, spike, bad = batches_of(inputs(3))
+    run.prepared(first)
+    for batch in (first, spike, bad * torch.nan, first):
+        run.batch = batch
+        run.accelerator.backward(run.loss())
+        run.accelerator.clip_grad_norm_(run.model.parameters(), 1.0)
+        if batch is not spike:
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert are_finite(run.net)
+    assert run.accelerator.controller.status().num_steps == 2
+
+
 def test_two_optimizers_of_one_backward_pass_step_at_the_same_scale_as_one_would() -> None:
     """The scale grows at every update: after the first of the two the second would unscale by too much."""
     from autotune_amp.integrations.accelerate import AutotuneAccelerator
