@@ -171,7 +171,7 @@ class PrecisionController(torch.amp.GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """Return the outputs multiplied by the loss scale, and check whether they are finite."""
-        self._begin_window()
+        self._begin_window(has_run=True)
         self._check.window.num_passes += 1
         if not self._enabled:
             return outputs
@@ -332,7 +332,7 @@ class PrecisionController(torch.amp.GradScaler):
         if len(self._scaler.reader):
             self._read_verdicts(0)
 
-    def _begin_window(self) -> None:
+    def _begin_window(self, *, has_run: bool = False) -> None:
         self._is_in_window = True
         model, window = self._executor.model, self._check.window
         if window.num_passes > 0 and self._may_be_dropped() and not self._executor.optimizers.may_hold_gradients():
@@ -343,7 +343,7 @@ class PrecisionController(torch.amp.GradScaler):
                 self._per_optimizer_states.clear()
             self._watches_backward = True
         if model is not None and window.num_passes == 0:
-            model.begin_window()
+            model.begin_window(has_run=has_run)
 
     def _may_be_dropped(self) -> bool:
         """Return whether the loop may have left the window's step out, if no gradients are left."""

@@ -313,3 +313,16 @@ def test_a_step_left_out_after_clipping_does_not_touch_the_next(precision: Preci
         assert controller.status().num_steps == 2
         assert norms[-1] < 100
     assert all(map(torch.equal, mine.net.parameters(), theirs.net.parameters()))
+
+
+def test_statistics_of_a_window_that_begins_after_its_forward_pass_are_undone() -> None:
+    """As the second window of a training_step of Lightning, which is under one autocast."""
+    loop = Rerunning()
+    with loop.controller.autocast():
+        for loop.factor in (1.0, math.nan):
+            loop.controller.backward(loop.loss())
+            loop.controller.step(loop.optimizer)
+            loop.controller.update()
+            loop.optimizer.zero_grad()
+    assert loop.controller.status().num_skips == 1
+    assert all(torch.isfinite(buffer).all() for buffer in loop.net.buffers())
