@@ -185,15 +185,17 @@ class MetricsRecorder:
         self._begin()
         if self._gpu_sampler is not None:
             self._gpu_sampler.start()
-        totals, precision, judged_at = self.totals, self._precision, time.perf_counter()
+        totals, precision = self.totals, self._precision
+        ended_at = time.perf_counter() if result.ended_at is None else result.ended_at
         num_tokens = self._unjudged_tokens.popleft() if self._unjudged_tokens else 0
         if num_tokens is None:
             num_tokens = int(self._token_reader.pop()[0][0])
         if self._last_update is not None:
-            self._seconds.append(judged_at - self._last_update)
+            # Of two clocks, if the verdict before was not late.
+            self._seconds.append(max(0.0, ended_at - self._last_update))
             self._tokens.append(num_tokens)
             totals.seconds[precision] = totals.seconds.get(precision, 0.0) + self._seconds[-1]
-        self._last_update = judged_at
+        self._last_update = ended_at
         totals.num_updates += 1
         if result.worst == CLEAN:
             self.num_unexplained = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -132,6 +133,7 @@ class UpdateResult(NamedTuple):
     verdicts: Mapping[int, int]
     loss: float
     lost_share: float | None = None
+    ended_at: float | None = None  # by `time.perf_counter`; None for just now
 
     @property
     def worst(self) -> int:
@@ -396,6 +398,11 @@ class LaggedReader:
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Tensor, torch.Event | None, tuple[int, ...]]] = deque()
+        self._latest: tuple[torch.Event, float] | None = None  # of the group popped last, and when it was copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without an event, which belongs to this process."""
+        return vars(self) | {"_latest": None}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -409,7 +416,8 @@ class LaggedReader:
         host = torch.empty(len(values), pin_memory=True)
         host.copy_(packed, non_blocking=True)
         # On the copy's stream, which need not be that of the current device.
-        event = torch.accelerator.current_stream(packed.device).record_event()
+        event = torch.Event(packed.device, enable_timing=packed.device.type == "cuda")
+        torch.accelerator.current_stream(packed.device).record_event(event)
         self._waiting.append((host, event, label))
 
     def waiting(self) -> list[tuple[list[float], tuple[int, ...]]]:
@@ -429,7 +437,25 @@ class LaggedReader:
         host, event, label = self._waiting.popleft()
         if event is not None:
             event.synchronize()
+        self._time(event)
         return host.tolist(), label
+
+    @property
+    def copied_at(self) -> float | None:
+        """Return when the group popped last was copied, by `time.perf_counter`; None if that is not known.
+
+        It is known on CUDA, whose events tell the time between two copies, however late these are read.
+        """
+        return None if self._latest is None else self._latest[1]
+
+    def _time(self, event: torch.Event | None) -> None:
+        if event is None or event.device.type != "cuda":
+            self._latest = None
+        elif self._latest is None or self._latest[0].device != event.device:
+            self._latest = event, time.perf_counter()
+        else:
+            before, copied_at = self._latest
+            self._latest = event, copied_at + before.elapsed_time(event) / 1e3
 
 
 class LossScaler:
