@@ -97,7 +97,6 @@ def accelerate_file(setting: ExportSource) -> Export:
     `notes` name a precision that a plain Accelerator cannot train in.
     """
     launch_config = accelerate_config(setting.config, setting.device_type)
-    launch_config.pop("dynamo_config", None)  # the script compiles
     script = ExportedScript(setting, "", "This file", "the script that `autotune-amp export --to accelerate` prints")
     notes: tuple[str, ...] = ()
     if setting.config.precision in AUTOCAST_DTYPES and launch_config["mixed_precision"] == "no":
