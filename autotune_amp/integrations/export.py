@@ -130,7 +130,7 @@ def is_exported(text: str) -> bool:
 SHEBANG = "#!/usr/bin/env bash\n"
 WIDTH = 100  # characters of a line, if it can be broken
 UNCHANGED_FLAGS = "Measured with the script's own TF32 flags and autocast: they are kept."
-SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+_SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ def torch(setting: ExportSource) -> str:
     if (scale := config.loss_scale) is not None:
         bounds = {"hysteresis": scale.hysteresis, "min_scale": scale.floor, "max_scale": scale.max_scale}
         script.missing = [f"{name}={value!r}" for name, value in bounds.items() if (name, value) != ("hysteresis", 1)]
-        scaler_arguments = keyword_sources((name, getattr(scale, name)) for name in SCALER_ARGUMENTS)
+        scaler_arguments = keyword_sources((name, getattr(scale, name)) for name in _SCALER_ARGUMENTS)
         arguments = [f'"{setting.device_type}"', *scaler_arguments]
         script.lines.append(call_source("scaler = torch.amp.GradScaler(", arguments))
         backward, step = "scaler.scale(loss).backward()", ["scaler.step(optimizer)", "scaler.update()"]

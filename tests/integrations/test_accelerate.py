@@ -283,16 +283,3 @@ def test_metrics_are_gathered_in_an_evaluation_in_windows_and_not_of_batches_tha
         with pytest.raises(InvalidRequestError, match="gather_for_metrics") as raised:
             accelerator.gather_for_metrics(batch)
         assert "gather()" in raised.value.next_step
-
-
-def test_a_plain_accelerator_takes_the_scaler_arguments() -> None:
-    from accelerate import Accelerator
-
-    from autotune_amp.integrations.accelerate import grad_scaler_kwargs
-
-    scale = LossScale(init_scale=512.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=7)
-    plain = Accelerator(cpu=True, kwargs_handlers=[grad_scaler_kwargs(fp16(loss_scale=scale))])
-    made = torch.amp.GradScaler("cpu", **plain.scaler_handler.to_kwargs())
-    found = (made.get_scale(), made.get_growth_factor(), made.get_backoff_factor(), made.get_growth_interval())
-    assert found == (512.0, 4.0, 0.25, 7)
-    assert grad_scaler_kwargs(AmpConfig(precision="bf16", batch_size=4)).enabled is False
