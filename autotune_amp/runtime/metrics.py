@@ -68,19 +68,15 @@ class Totals(msgspec.Struct, kw_only=True):
 
     def since(self, before: Totals) -> Totals:
         """Return the counts since `before`; a precision without new ones is left out."""
-        steps = {name: num - before.num_steps.get(name, 0) for name, num in self.num_steps.items()}
-        seconds = {name: its - before.seconds.get(name, 0.0) for name, its in self.seconds.items()}
-        return Totals(
-            num_updates=self.num_updates - before.num_updates,
-            num_steps={name: num for name, num in steps.items() if num},
-            seconds={name: its for name, its in seconds.items() if its},
-            num_overflows=self.num_overflows - before.num_overflows,
-            num_bad_batches=self.num_bad_batches - before.num_bad_batches,
-            num_moves=self.num_moves - before.num_moves,
-            num_scaler_updates=self.num_scaler_updates - before.num_scaler_updates,
-            num_growths=self.num_growths - before.num_growths,
-            num_backoffs=self.num_backoffs - before.num_backoffs,
-        )
+        changes: dict[str, Any] = {}
+        for field in self.__struct_fields__:
+            now, then = getattr(self, field), getattr(before, field)
+            if isinstance(now, dict):
+                new = {name: value - then.get(name, 0) for name, value in now.items()}
+                changes[field] = {name: value for name, value in new.items() if value}
+            else:
+                changes[field] = now - then
+        return Totals(**changes)
 
     def copy(self) -> Totals:
         """Return an independent copy."""
