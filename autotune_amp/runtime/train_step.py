@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,13 +22,29 @@ from autotune_amp.runtime.optimizers import refuse_clip_norm, refuse_closure
 from autotune_amp.runtime.scaler import NO_GRADIENTS, StepResult
 from autotune_amp.runtime.windows import WindowPosition
 
-if TYPE_CHECKING:
-    from autotune_amp.runtime.controller import PrecisionController
-
 log = logging.getLogger("autotune_amp.runtime")
 
 _MAX_DEPTH = 4  # of functions and objects that refer to one another
 _MAX_ITEMS = 64  # of a container that is searched
+
+
+class StepController(Protocol):
+    """Interface that a step needs of the controller."""
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """See `PrecisionController.autocast`, as for the other methods."""
+
+    def backward(self, loss: Tensor) -> None: ...  # noqa: D102
+
+    def unscale_(self, optimizer: Optimizer) -> None: ...  # noqa: D102
+
+    def unscale_together(self, optimizers: Sequence[Optimizer]) -> object: ...  # noqa: D102
+
+    def step(self, optimizer: Optimizer) -> StepResult: ...  # noqa: D102
+
+    def update(self) -> None: ...  # noqa: D102
+
+    def discard_window(self) -> None: ...  # noqa: D102
 
 
 class TrainStep:
@@ -48,7 +64,7 @@ class TrainStep:
 
     def run(
         self,
-        controller: PrecisionController,
+        controller: StepController,
         current: WindowPosition,
         closure: Callable[[], Tensor],
         optimizer: Optimizer | Sequence[Optimizer],
