@@ -52,7 +52,7 @@ frameworks:
   `AutotuneTrainer` sets up the other variants.
 * Lightning: `AutotunePrecision` sets them up. Of a `LightningModule` the submodules that `training_step` calls are
   compiled.
-* Accelerate: a line with `prepare` in the script; `accelerate_config` has the keys of the dynamo plugin.
+* Accelerate: a line with `prepare` in the script.
 * DeepSpeed: only a note, since its engine creates the optimizer and the weights.
 
 **fp8.** `AmpConfig(precision="fp8")` is bf16 autocast in which linear layers multiply in fp8, by torchao: all but

@@ -1,4 +1,4 @@
-"""Accelerate: an Accelerator whose autocast and scaler are the PrecisionController's, and arguments for a plain one.
+"""Accelerate: an Accelerator with the PrecisionController's autocast and scaler, and a launch file for a plain one.
 
 `AutotuneAccelerator.windows` changes the batch size when the controller falls back to a precision with another one.
 
@@ -58,6 +58,7 @@ from torch import Tensor, nn
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.evidence import AUTOCAST_DTYPES
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.integrations.bridge import (
     AccumulationWindow,
@@ -67,10 +68,9 @@ from autotune_amp.integrations.bridge import (
     raise_if_window_differs,
 )
 from autotune_amp.integrations.documents import accelerate_config
-from autotune_amp.integrations.export import SCALER_ARGUMENTS
 from autotune_amp.runtime.controller import PrecisionController
 
-__all__ = ["AutotuneAccelerator", "accelerate_config", "grad_scaler_kwargs"]
+__all__ = ["AutotuneAccelerator", "accelerate_config"]
 
 Batch = TypeVar("Batch")
 
@@ -115,9 +115,8 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         steps = others.pop("gradient_accumulation_steps", None) if plugin is None else plugin.num_steps
         raise_if_argument_differs("gradient_accumulation_steps", steps, self._own_config.accumulation_steps)
         plugin = plugin or GradientAccumulationPlugin(num_steps=self._own_config.accumulation_steps)
-        raise_if_argument_differs(
-            "mixed_precision", others.pop("mixed_precision", None), self._own_config.autocast_precision
-        )
+        own_precision = self._own_config.autocast_precision if self._own_config.precision in AUTOCAST_DTYPES else "no"
+        raise_if_argument_differs("mixed_precision", others.pop("mixed_precision", None), own_precision)
         for handler in others.get("kwargs_handlers") or ():
             if isinstance(handler, GradScalerKwargs | AutocastKwargs):
                 raise InvalidRequestError(
@@ -322,18 +321,6 @@ class _AcceleratorWindow(AccumulationWindow):
         """End the window if all optimizers have stepped; called after every step."""
         if self.num_stepped >= len(self._accelerator._optimizers):
             self.end()
-
-
-def grad_scaler_kwargs(config: AmpConfig) -> GradScalerKwargs:
-    """Return the scaler's arguments for a plain ``Accelerator(kwargs_handlers=[...])``; disabled without fp16.
-
-    They cannot express `hysteresis`, `min_scale` and `max_scale`, and on a CPU Accelerate makes no scaler at all:
-    `AutotuneAccelerator` supports both.
-    """
-    scale = config.loss_scale
-    if scale is None:
-        return GradScalerKwargs(enabled=False)
-    return GradScalerKwargs(**{name: getattr(scale, name) for name in SCALER_ARGUMENTS})
 
 
 def unwrap_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:

@@ -89,7 +89,7 @@ def replace_attributes(holder: Any, **attributes: Any) -> Iterator[None]:
 
 
 class AccumulationWindow:
-    """State of an accumulation window: the optimizers that were unscaled, each once, and those that have stepped.
+    """Accumulation window of a framework: each optimizer is unscaled once, and those that have stepped are counted.
 
     Frameworks call `unscale_` before clipping and again before the step. They also update the scaler after each
     optimizer, which would change scale and precision between two optimizers with gradients of the same backward pass;
@@ -98,7 +98,6 @@ class AccumulationWindow:
 
     def __init__(self, controller: PrecisionController) -> None:
         self._controller = controller
-        self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
 
     @property
@@ -108,8 +107,7 @@ class AccumulationWindow:
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale and check an optimizer's gradients; a second call in the window does nothing."""
-        if id(optimizer) not in self._unscaled:
-            self._unscaled.add(id(optimizer))
+        if not self._controller.is_unscaled(optimizer):
             self._controller.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +118,6 @@ class AccumulationWindow:
 
     def clear(self) -> None:
         """Forget the optimizers of this window, without updating the controller."""
-        self._unscaled.clear()
         self._stepped.clear()
 
     def end(self) -> None:

@@ -14,9 +14,9 @@ def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str,
     """Return the content of the file that ``accelerate config`` writes, for one process on one device (keys as of
     Accelerate 1.15).
 
-    It has the precision, the device and the dynamo plugin; Accelerate refuses other keys. The precision is ``"no"``
-    (fp32) if modules are pinned or for fp16 on a CPU, which a plain Accelerator cannot train. For fp8 it is the bf16 of
-    the other layers; ``prepare`` sets up the fp8 layers.
+    It has the precision and the device; Accelerate refuses other keys. The precision is ``"no"`` (fp32) if modules are
+    pinned or for fp16 on a CPU, which a plain Accelerator cannot train. For fp8 it is the bf16 of the other layers;
+    ``prepare`` sets up the fp8 layers, and compiles.
     """
     is_cast = config.precision in AUTOCAST_DTYPES and (device_type, config.precision) != ("cpu", "fp16")
     return {
@@ -32,15 +32,7 @@ def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str,
         "rdzv_backend": "static",
         "same_network": True,
         "use_cpu": device_type == "cpu",
-        **({"dynamo_config": dynamo} if (dynamo := dynamo_config(config)) else {}),
     }
-
-
-def dynamo_config(config: AmpConfig) -> dict[str, Any]:
-    """Return the compiler's part of ``accelerate config``; empty if the config does not compile."""
-    if not config.is_compiled:
-        return {}
-    return {"dynamo_backend": "INDUCTOR", "dynamo_mode": config.compile, "dynamo_use_dynamic": False}
 
 
 def deepspeed_config(config: AmpConfig) -> dict[str, Any]:

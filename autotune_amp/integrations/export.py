@@ -97,7 +97,6 @@ def accelerate_file(setting: ExportSource) -> Export:
     `notes` name a precision that a plain Accelerator cannot train in.
     """
     launch_config = accelerate_config(setting.config, setting.device_type)
-    launch_config.pop("dynamo_config", None)  # the script compiles
     script = ExportedScript(setting, "", "This file", "the script that `autotune-amp export --to accelerate` prints")
     notes: tuple[str, ...] = ()
     if setting.config.precision in AUTOCAST_DTYPES and launch_config["mixed_precision"] == "no":
@@ -131,7 +130,7 @@ def is_exported(text: str) -> bool:
 SHEBANG = "#!/usr/bin/env bash\n"
 WIDTH = 100  # characters of a line, if it can be broken
 UNCHANGED_FLAGS = "Measured with the script's own TF32 flags and autocast: they are kept."
-SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+_SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
 @dataclass(frozen=True)
@@ -181,6 +180,8 @@ class ExportedScript:
             if lines is not None:
                 self.handled.add(dimension.name)
                 self.lines += lines
+                if any("torch." in line.partition("#")[0] for line in lines):
+                    self.imports.add("import torch")
         self.comments += argument_comments(setting.config)
         if exports := export_lines(setting.config):
             self.comments += ["Before Python starts, in the shell:", *(f"  {line}" for line in exports)]
@@ -198,6 +199,7 @@ class ExportedScript:
     def add_prepared(self, config: str) -> None:
         """Add ``prepare(...)`` for the config's changes to model and optimizer; `config` is its source."""
         if self.setting.config.active_variants:
+            self._import_classes(config)
             self.handled |= VARIANT_VALUES.keys() - set(LOADER_ARGUMENTS)
             self.imports.add("from autotune_amp import prepare")
             self.lines.append(f"model, optimizer = prepare({config}, model, optimizer)  # on their device")
@@ -207,8 +209,13 @@ class ExportedScript:
         self.handled.update(self.setting.config.__struct_fields__)
         source = f"config = {_source(self.setting.config)}"
         self.lines.append(source)
+        self._import_classes(source)
+
+    def _import_classes(self, source: str) -> None:
+        """Import the classes of the package that `source` names."""
         classes = [kind.__name__ for kind in (AmpConfig, FallbackPlan, LossScale) if f"{kind.__name__}(" in source]
-        self.imports.add(f"from autotune_amp.core.config import {', '.join(classes)}")
+        if classes:
+            self.imports.add(f"from autotune_amp.core.config import {', '.join(classes)}")
 
     def add_loader(self) -> None:
         """Add ``loader = DataLoader(...)``."""
@@ -270,7 +277,9 @@ def _source(value: object, indent: str = "") -> str:
         return call_source(f"{type(value).__name__}(", keyword_sources(_changed_fields(value), inner), indent=indent)
     if isinstance(value, tuple):
         return call_source("[", [_source(part, inner) for part in value], "]", indent)
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | dict) else repr(value)
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_source(key)}: {_source(item)}' for key, item in value.items())}}}"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def _source_in_line(value: object) -> str:
@@ -295,7 +304,6 @@ def torch(setting: ExportSource) -> str:
             Setting(precision=config.precision, batch_size=config.batch_size), loss_scale=config.loss_scale
         )
         script.add_prepared(_source(msgspec.structs.replace(bare, **missing)))
-        script.imports.add("from autotune_amp.core.config import AmpConfig")
     steps = config.accumulation_steps
     script.handled |= {"precision", "as_found", "accumulation_steps", "loss_scale"}
     dtype = AUTOCAST_DTYPES.get(config.precision)
@@ -313,7 +321,7 @@ def torch(setting: ExportSource) -> str:
     if (scale := config.loss_scale) is not None:
         bounds = {"hysteresis": scale.hysteresis, "min_scale": scale.floor, "max_scale": scale.max_scale}
         script.missing = [f"{name}={value!r}" for name, value in bounds.items() if (name, value) != ("hysteresis", 1)]
-        scaler_arguments = keyword_sources((name, getattr(scale, name)) for name in SCALER_ARGUMENTS)
+        scaler_arguments = keyword_sources((name, getattr(scale, name)) for name in _SCALER_ARGUMENTS)
         arguments = [f'"{setting.device_type}"', *scaler_arguments]
         script.lines.append(call_source("scaler = torch.amp.GradScaler(", arguments))
         backward, step = "scaler.scale(loss).backward()", ["scaler.step(optimizer)", "scaler.update()"]

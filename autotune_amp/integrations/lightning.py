@@ -55,7 +55,6 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -347,7 +346,7 @@ class AutotuneCallback(Callback):
     """
 
     def __init__(self, checkpoint_path: str | os.PathLike[str] | None = None) -> None:
-        self.checkpoint_path = None if checkpoint_path is None else Path(checkpoint_path)
+        self.checkpoint_path = None if checkpoint_path is None else os.fspath(checkpoint_path)
         self.demotion: DemotedError | None = None
         self.stopped: TrainingStoppedError | None = None  # set by `AutotunePrecision` to end the run
         self._logged_step = 0
@@ -377,7 +376,8 @@ class AutotuneCallback(Callback):
             return
         if self._has_saved:  # saved a batch before: min_epochs or min_steps kept the Trainer from stopping
             raise self.stopped
-        self.checkpoint_path = self.checkpoint_path or Path(trainer.default_root_dir) / "autotune_amp.ckpt"
+        # A text, since the folder may be remote, such as s3://bucket/run, which a Path would change.
+        self.checkpoint_path = self.checkpoint_path or f"{trainer.default_root_dir}/autotune_amp.ckpt"
         trainer.save_checkpoint(self.checkpoint_path)
         self._has_saved = trainer.should_stop = True
         rank_zero_info(f"{self.stopped}\nThe checkpoint is {self.checkpoint_path}.")

@@ -274,7 +274,7 @@ def _lightning_modules(module: LightningModule) -> list[LightningModule]:
 
 def _precision_plugins(fitting: Fitting, device: torch.device) -> list[Precision]:
     """Return Lightning's precision plugin, or `AutotunePrecision` for fp16 on a CPU, which Lightning runs as bf16."""
-    if fitting.setting.precision == "bf16":
+    if fitting.setting.autocast_precision == "bf16":
         return [MixedPrecision("bf16-mixed", device.type)]
     if fitting.setting.precision != "fp16":
         return []

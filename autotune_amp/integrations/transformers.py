@@ -186,8 +186,9 @@ class AutotuneTrainer(Trainer):
         return torch.stack(losses).sum()
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a prediction step as in Trainer, with logits in fp32, as in Accelerate."""
-        loss, logits, labels = super().prediction_step(*args, **kwargs)
+        """Run a prediction step as in Trainer, in the current precision, with logits in fp32, as in Accelerate."""
+        with self.controller.validation():  # generation has no autocast of the Trainer's
+            loss, logits, labels = super().prediction_step(*args, **kwargs)
         return loss, convert_to_fp32(logits), labels
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

@@ -248,8 +248,8 @@ class _TrainFunction:
         callbacks = [copy.copy(callback) for callback in self._callbacks]
         if config.precision == "fp16" and device.type == "cpu":  # Accelerate has no fp16 there
             callbacks.insert(0, _convert_to_autotune_trainer(trainer, config))
-        mode = MODES[config.precision]
-        _set_up_on_device(trainer, device, mode.precision if mode.uses_autocast else "no")
+        is_cast = MODES[config.precision].uses_autocast
+        _set_up_on_device(trainer, device, config.autocast_precision if is_cast else "no")
         trainer._train_batch_size = trainer.args.train_batch_size
         if fitting.scaler is not None and not isinstance(trainer, AutotuneTrainer):
             trainer.accelerator.scaler = fitting.scaler

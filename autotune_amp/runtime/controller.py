@@ -171,16 +171,17 @@ class PrecisionController(torch.amp.GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """Return the outputs multiplied by the loss scale, and check whether they are finite."""
-        self._begin_window()
+        self._begin_window(has_run=True)
         self._check.window.num_passes += 1
         if not self._enabled:
             return outputs
         if not isinstance(outputs, (Tensor, list, tuple)) and isinstance(outputs, Iterable):  # may be a generator
             outputs = list(outputs)
         losses = [outputs] if isinstance(outputs, Tensor) else list(filter(torch.is_tensor, tree_leaves(outputs)))
-        if losses and self._scale is None:
-            self._scaler.place(losses[0].device, self._scaler.target, self._rule.growth_tracker)
-        self._check.see_losses(losses)
+        if losses:
+            if self._scale is None:
+                self._scaler.place(losses[0].device, self._scaler.target, self._rule.growth_tracker)
+            self._check.see_losses(losses, self._scale.device)
         scaled = super().scale(outputs) if self._scaler.is_scaling else outputs
         for loss in tree_leaves(scaled) if self._watches_backward else ():
             if isinstance(loss, Tensor) and loss.requires_grad:
@@ -235,6 +236,10 @@ class PrecisionController(torch.amp.GradScaler):
         self._examine(optimizer, self._scaler.inverse() if self._scaler.is_scaling else None)
         state["stage"] = OptState.UNSCALED
 
+    def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether `unscale_` or `step` was called for the optimizer since the last update."""
+        return self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
+
     def unscale_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> int | Tensor:
         """Call `unscale_` on all optimizers, to clip by a single norm: a non-finite gradient in one skips all.
 
@@ -244,7 +249,7 @@ class PrecisionController(torch.amp.GradScaler):
         if not self._enabled:
             return CLEAN
         for optimizer in given:
-            if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            if not self.is_unscaled(optimizer):
                 self.unscale_(optimizer)
         return self._check.join(given, self._per_optimizer_states)
 
@@ -257,6 +262,8 @@ class PrecisionController(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Run ``optimizer.step(*args, **kwargs)`` if there are gradients and they and the loss are finite."""
+        if torch.is_autocast_enabled(self._ranks.device.type):  # which keeps casts of the weights before the step
+            torch.clear_autocast_cache()
         check = self._check
         if not self._enabled:
             self._executor.register_optimizer(number := check.number_of(optimizer), optimizer)
@@ -325,17 +332,24 @@ class PrecisionController(torch.amp.GradScaler):
         if len(self._scaler.reader):
             self._read_verdicts(0)
 
-    def _begin_window(self) -> None:
+    def _begin_window(self, *, has_run: bool = False) -> None:
         self._is_in_window = True
         model, window = self._executor.model, self._check.window
-        is_unread = window.num_passes > 0 and not (window.verdicts or window.scale_was_read)
-        if is_unread and not self._executor.optimizers.may_hold_gradients():
-            if window.has_run_backward:  # else its backward pass may follow those of more losses
+        if window.num_passes > 0 and self._may_be_dropped() and not self._executor.optimizers.may_hold_gradients():
+            # Without a backward pass so far, that may follow those of more losses.
+            if window.has_run_backward or window.verdicts:
                 dropped = window.dropped_probe + window.loss_probe
                 self._check.window = window = UpdateWindow(dropped_probe=dropped)
+                self._per_optimizer_states.clear()
             self._watches_backward = True
         if model is not None and window.num_passes == 0:
-            model.begin_window()
+            model.begin_window(has_run=has_run)
+
+    def _may_be_dropped(self) -> bool:
+        """Return whether the loop may have left the window's step out, if no gradients are left."""
+        if not self._check.window.verdicts:
+            return not self._check.window.scale_was_read
+        return {state["stage"] for state in self._per_optimizer_states.values()} == {OptState.UNSCALED}
 
     def _end_window(self) -> None:
         window, self._check.window = self._check.window, UpdateWindow()
@@ -365,7 +379,7 @@ class PrecisionController(torch.amp.GradScaler):
         reader = self._scaler.reader
         while len(reader) > (0 if self._policy.is_watching else max_waiting):
             self._executor.optimizers.note(dict(zip((popped := reader.pop())[1], popped[0], strict=False)))
-            self._executor.end_update(UpdateResult.from_values(*popped))
+            self._executor.end_update(UpdateResult.from_values(*popped)._replace(ended_at=reader.copied_at))
         if not len(reader):
             self._scaler.write(is_forced=True)
         self._carry_out_requests()

@@ -68,19 +68,15 @@ class Totals(msgspec.Struct, kw_only=True):
 
     def since(self, before: Totals) -> Totals:
         """Return the counts since `before`; a precision without new ones is left out."""
-        steps = {name: num - before.num_steps.get(name, 0) for name, num in self.num_steps.items()}
-        seconds = {name: its - before.seconds.get(name, 0.0) for name, its in self.seconds.items()}
-        return Totals(
-            num_updates=self.num_updates - before.num_updates,
-            num_steps={name: num for name, num in steps.items() if num},
-            seconds={name: its for name, its in seconds.items() if its},
-            num_overflows=self.num_overflows - before.num_overflows,
-            num_bad_batches=self.num_bad_batches - before.num_bad_batches,
-            num_moves=self.num_moves - before.num_moves,
-            num_scaler_updates=self.num_scaler_updates - before.num_scaler_updates,
-            num_growths=self.num_growths - before.num_growths,
-            num_backoffs=self.num_backoffs - before.num_backoffs,
-        )
+        changes: dict[str, Any] = {}
+        for field in self.__struct_fields__:
+            now, then = getattr(self, field), getattr(before, field)
+            if isinstance(now, dict):
+                new = {name: value - then.get(name, 0) for name, value in now.items()}
+                changes[field] = {name: value for name, value in new.items() if value}
+            else:
+                changes[field] = now - then
+        return Totals(**changes)
 
     def copy(self) -> Totals:
         """Return an independent copy."""
@@ -185,15 +181,17 @@ class MetricsRecorder:
         self._begin()
         if self._gpu_sampler is not None:
             self._gpu_sampler.start()
-        totals, precision, judged_at = self.totals, self._precision, time.perf_counter()
+        totals, precision = self.totals, self._precision
+        ended_at = time.perf_counter() if result.ended_at is None else result.ended_at
         num_tokens = self._unjudged_tokens.popleft() if self._unjudged_tokens else 0
         if num_tokens is None:
             num_tokens = int(self._token_reader.pop()[0][0])
         if self._last_update is not None:
-            self._seconds.append(judged_at - self._last_update)
+            # Of two clocks, if the verdict before was not late.
+            self._seconds.append(max(0.0, ended_at - self._last_update))
             self._tokens.append(num_tokens)
             totals.seconds[precision] = totals.seconds.get(precision, 0.0) + self._seconds[-1]
-        self._last_update = judged_at
+        self._last_update = ended_at
         totals.num_updates += 1
         if result.worst == CLEAN:
             self.num_unexplained = 0

@@ -44,7 +44,7 @@ class AttachedModel:
         self._device, self._device_type = device, device.type
         self.ddp_modules = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
         self.statistics = RunningStatistics(self.model)
-        self._statistics_are_saved = True
+        self._is_in_window = True  # the statistics were saved just now
         self._own_fp8_recipe = fp8.recipe_of([self.model])
         self.is_forced = True  # assumed: an earlier controller may have forced it, and left pins behind too
         self.run_in(None)
@@ -96,17 +96,20 @@ class AttachedModel:
         """Whether TorchScript modules are in it, whose compiled code keeps its first half precision."""
         return any(not forward_wrapper.can_be_wrapped(module) for module in self.model.modules())
 
-    def begin_window(self) -> None:
-        """Save the running statistics, once per accumulation window."""
-        if not self._statistics_are_saved:
+    def begin_window(self, *, has_run: bool = False) -> None:
+        """Save the running statistics, once per accumulation window.
+
+        If a forward pass of the window `has_run`, the older ones are kept, since it may have spoilt the present ones.
+        """
+        if not (self._is_in_window or has_run):
             self.statistics.save()
-            self._statistics_are_saved = True
+        self._is_in_window = True
 
     def end_window(self, skipped: bool | Tensor) -> None:
         """Restore the running statistics if the window's step was skipped, once per window."""
-        if self._statistics_are_saved:
+        if self._is_in_window:
             self.statistics.undo_where(skipped)
-        self._statistics_are_saved = False
+        self._is_in_window = False
 
     def run_in(self, name: Precision | None) -> None:
         """Force the model's forward into a precision, overriding the user's own autocast; None removes the override."""
@@ -202,7 +205,9 @@ class RunningStatistics:
             if before is None or before.numel() != sum(buffer.numel() for buffer in alike):
                 continue
             if isinstance(skipped, Tensor):
-                before = torch.where(skipped.to(before.device, non_blocking=True) != 0, before, _flat(alike))
+                is_on_host = before.device.type == "cpu"  # which would read a non-blocking copy too early
+                skipped_here = skipped.to(before.device, non_blocking=not is_on_host)
+                before = torch.where(skipped_here != 0, before, _flat(alike))
             parts = torch.split(before, [buffer.numel() for buffer in alike])
             torch._foreach_copy_(alike, [p.reshape(b.shape) for p, b in zip(parts, alike, strict=True)])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -132,6 +133,7 @@ class UpdateResult(NamedTuple):
     verdicts: Mapping[int, int]
     loss: float
     lost_share: float | None = None
+    ended_at: float | None = None  # by `time.perf_counter`; None for just now
 
     @property
     def worst(self) -> int:
@@ -211,9 +213,10 @@ def check_gradients(optimizer: torch.optim.Optimizer, inv_scale: Tensor | None) 
                     "Keep trainable parameters in fp32 (model.float()); autocast casts them where it pays.",
                 )
             else:
-                one = _one(device) if inv_scale is None else inv_scale.to(device, non_blocking=True)
+                # Copies to the host are blocking: it would read a non-blocking one too early.
+                one = _one(device) if inv_scale is None else inv_scale.to(device, non_blocking=device.type != "cpu")
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, one)
-            if found is not None:  # a blocking copy, since the host would read a non-blocking one too early
+            if found is not None:
                 found = torch.maximum(found, here.to(found.device, non_blocking=found.device.type != "cpu"))
             else:
                 found = here
@@ -290,15 +293,15 @@ class GradientCheck:
         verdict = window.verdicts[self.number_of(optimizer)] = int(known)
         return verdict
 
-    def see_losses(self, losses: Iterable[Tensor]) -> None:
-        """Check whether the losses of a backward pass are finite.
+    def see_losses(self, losses: Iterable[Tensor], device: torch.device) -> None:
+        """Check whether the losses of a backward pass are finite. `device` is where the loss scale is.
 
         Losses after the scale was read are ignored: a gradient penalty's loss contains gradients, which overflow too.
         """
         for loss in () if self.window.scale_was_read else losses:
-            self._see_loss(loss.detach())
+            self._see_loss(loss.detach(), device)
 
-    def _see_loss(self, loss: Tensor) -> None:
+    def _see_loss(self, loss: Tensor, device: torch.device) -> None:
         window = self.window
         value = loss if loss.numel() == 1 else loss.sum(dtype=torch.float32)
         if self.is_on_host(value):
@@ -306,9 +309,8 @@ class GradientCheck:
             if not math.isfinite(window.loss):
                 window.loss_probe = math.nan
             return
-        window.loss = value.float().reshape(())
-        nothing, probe = window.loss * 0.0, window.loss_probe
-        window.loss_probe = nothing if isinstance(probe, float) else probe + nothing.to(probe.device)
+        window.loss = value.float().reshape(()).to(device)
+        window.loss_probe = window.loss_probe + window.loss * 0.0
 
     def examine(
         self, optimizer: torch.optim.Optimizer, device: torch.device, inv_scale: Tensor | None, *, samples: bool
@@ -366,6 +368,8 @@ class GradientCheck:
                 return NO_GRADIENTS, None
             found = torch.full((), float(NO_GRADIENTS), device=device)
         if not self.is_on_host(found):
+            found = found.to(device)  # the model may be split over several devices
+        if not self.is_on_host(found):
             judged = torch.nan_to_num(found + window.loss_probe, nan=float(BAD_LOSS))
             if are_many:
                 loss = window.loss if isinstance(window.loss, Tensor) else torch.full_like(judged, window.loss)
@@ -394,6 +398,11 @@ class LaggedReader:
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Tensor, torch.Event | None, tuple[int, ...]]] = deque()
+        self._latest: tuple[torch.Event, float] | None = None  # of the group popped last, and when it was copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without an event, which belongs to this process."""
+        return vars(self) | {"_latest": None}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -407,7 +416,8 @@ class LaggedReader:
         host = torch.empty(len(values), pin_memory=True)
         host.copy_(packed, non_blocking=True)
         # On the copy's stream, which need not be that of the current device.
-        event = torch.accelerator.current_stream(packed.device).record_event()
+        event = torch.Event(packed.device, enable_timing=packed.device.type == "cuda")
+        torch.accelerator.current_stream(packed.device).record_event(event)
         self._waiting.append((host, event, label))
 
     def waiting(self) -> list[tuple[list[float], tuple[int, ...]]]:
@@ -427,7 +437,25 @@ class LaggedReader:
         host, event, label = self._waiting.popleft()
         if event is not None:
             event.synchronize()
+        self._time(event)
         return host.tolist(), label
+
+    @property
+    def copied_at(self) -> float | None:
+        """Return when the group popped last was copied, by `time.perf_counter`; None if that is not known.
+
+        It is known on CUDA, whose events tell the time between two copies, however late these are read.
+        """
+        return None if self._latest is None else self._latest[1]
+
+    def _time(self, event: torch.Event | None) -> None:
+        if event is None or event.device.type != "cuda":
+            self._latest = None
+        elif self._latest is None or self._latest[0].device != event.device:
+            self._latest = event, time.perf_counter()
+        else:
+            before, copied_at = self._latest
+            self._latest = event, copied_at + before.elapsed_time(event) / 1e3
 
 
 class LossScaler:

@@ -57,23 +57,21 @@ class Windows:
         weigh: Callable[[Batch], float | Tensor] | None,
     ) -> Iterator[tuple[Batch, bool]]:
         """Yield (batch, is_last) for every pass of `passes`, and keep `current` up to date."""
-        shares: Sequence[float] = ()
+        position: WindowPosition | None = None
         try:
-            for batch, shares, index in passes(batches, next_shape, weigh):
-                self.current = WindowPosition(shares, index, is_weighed=weigh is not None)
-                yield batch, self.current.is_last
+            for batch, position in passes(batches, next_shape, weigh):
+                self.current = position
+                yield batch, position.is_last
         finally:
-            if self.current.shares is shares:  # another loop may have started meanwhile
+            if self.current is position:  # another loop may have started meanwhile
                 self.current = WindowPosition()
 
 
 def passes(
     batches: Iterator[Batch], next_shape: Callable[[], tuple[int, int]], weigh: Callable[[Batch], float | Tensor] | None
-) -> Iterator[tuple[Batch, list[float], int]]:
-    """Yield (batch, shares, index) for every pass. The last window may be shorter. `next_shape` returns each window's
+) -> Iterator[tuple[Batch, WindowPosition]]:
+    """Yield (batch, position) for every pass. The last window may be shorter. `next_shape` returns each window's
     `shape`.
-
-    `shares` are the shares of all passes in the window's total weight; the batch is that of pass `index`.
     """
     while True:
         num_batches, num_micro_batches = next_shape()
@@ -84,7 +82,7 @@ def passes(
         weights = [1.0 if weigh is None else float(weigh(batch)) for batch in window]
         shares = [weight / (sum(weights) or 1.0) for weight in weights]  # if all are 0: a loss of 0 instead of NaN
         for index, batch in enumerate(window):
-            yield batch, shares, index
+            yield batch, WindowPosition(shares, index, is_weighed=weigh is not None)
 
 
 def split(batch: Any, num_micro_batches: int) -> Iterable[Any]:

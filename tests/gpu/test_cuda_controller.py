@@ -258,3 +258,29 @@ def test_the_status_has_the_sensors_of_this_card_and_its_support_of_each_precisi
     assert status.capabilities["fp16"].level == "native"
     training.controller.detach()
     assert training.controller.status().temperature_celsius is None
+
+
+class Split(nn.Module):
+    """A layer on each of two cards and one on the host, as PyTorch's tutorial of model parallelism splits a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host, self.first, self.second = (nn.Linear(8, 8).to(where) for where in ("cpu", "cuda:0", "cuda:1"))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(self.first(self.host(inputs).to("cuda:0")).to("cuda:1")).float().square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_a_model_that_is_split_over_cards_and_host_is_trained_and_guarded(precision: Precision) -> None:
+    model, controller = Split(), PrecisionController(config(precision), DEVICE)
+    controller.attach(model)
+    parts = [*model.first.parameters(), *model.second.parameters()]
+    optimizers = [torch.optim.SGD(parts, lr=0.01, fused=True), torch.optim.SGD(model.host.parameters(), lr=0.01)]
+    for update in range(8):
+        factor = math.nan if update == 3 else 1.0
+        controller.train_step(lambda: model(torch.ones(4, 8)) * factor, optimizers, clip_norm=1.0)  # noqa: B023
+    status = controller.status()
+    assert (status.num_steps, status.num_skips) == (7, 1)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())

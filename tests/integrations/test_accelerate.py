@@ -122,6 +122,21 @@ def test_it_trains_bit_for_bit_as_the_controller_does_by_hand(
     assert same(run.net, by_hand(config, samples, 0.5))
 
 
+def test_a_step_that_the_loop_leaves_out_after_clipping_does_not_touch_the_next() -> None:
+    run = Run(AmpConfig(precision="bf16", batch_size=4))
+    first, spike, bad = batches_of(inputs(3))
+    run.prepared(first)
+    for batch in (first, spike, bad * torch.nan, first):
+        run.batch = batch
+        run.accelerator.backward(run.loss())
+        run.accelerator.clip_grad_norm_(run.model.parameters(), 1.0)
+        if batch is not spike:
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert are_finite(run.net)
+    assert run.accelerator.controller.status().num_steps == 2
+
+
 def test_two_optimizers_of_one_backward_pass_step_at_the_same_scale_as_one_would() -> None:
     """The scale grows at every update: after the first of the two the second would unscale by too much."""
     from autotune_amp.integrations.accelerate import AutotuneAccelerator
@@ -220,6 +235,7 @@ def test_evaluation_and_blocks_with_autocast_off() -> None:
     ("options", "message"),
     [
         ({"mixed_precision": "bf16"}, "mixed_precision='bf16' contradicts.*'fp16'"),
+        ({"mixed_precision": "no"}, "mixed_precision='no' contradicts"),
         ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps=3 contradicts"),
     ],
 )
@@ -228,6 +244,15 @@ def test_what_contradicts_the_config_is_refused(options: dict[str, Any], message
 
     with pytest.raises(InvalidRequestError, match=message):
         AutotuneAccelerator(fp16("fp32"), cpu=True, **options)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_accelerates_own_name_for_a_precision_without_autocast_is_taken(precision: Any) -> None:
+    from autotune_amp.integrations.accelerate import AutotuneAccelerator
+
+    config = AmpConfig(precision=precision, batch_size=4)
+    made = AutotuneAccelerator(config, cpu=True, mixed_precision="no")
+    assert made.controller.config == config
 
 
 def test_a_scaler_of_ones_own_is_refused() -> None:
@@ -258,16 +283,3 @@ def test_metrics_are_gathered_in_an_evaluation_in_windows_and_not_of_batches_tha
         with pytest.raises(InvalidRequestError, match="gather_for_metrics") as raised:
             accelerator.gather_for_metrics(batch)
         assert "gather()" in raised.value.next_step
-
-
-def test_a_plain_accelerator_takes_the_scaler_arguments() -> None:
-    from accelerate import Accelerator
-
-    from autotune_amp.integrations.accelerate import grad_scaler_kwargs
-
-    scale = LossScale(init_scale=512.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=7)
-    plain = Accelerator(cpu=True, kwargs_handlers=[grad_scaler_kwargs(fp16(loss_scale=scale))])
-    made = torch.amp.GradScaler("cpu", **plain.scaler_handler.to_kwargs())
-    found = (made.get_scale(), made.get_growth_factor(), made.get_backoff_factor(), made.get_growth_interval())
-    assert found == (512.0, 4.0, 0.25, 7)
-    assert grad_scaler_kwargs(AmpConfig(precision="bf16", batch_size=4)).enabled is False

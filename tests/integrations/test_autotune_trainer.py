@@ -262,13 +262,13 @@ def test_a_seq2seq_trainer_trains_and_generates_with_todays_arguments(tmp_path: 
     args = config.to_training_arguments(like=seq2seq(tmp_path), max_steps=3)
     trainer: Any = Translator(model, args, train_dataset=data, eval_dataset=data[:BATCH], amp_config=config)
     dtypes, before = set(), copy.deepcopy(model)
-    model.lm_head.register_forward_hook(lambda module, _, output: dtypes.add(output.dtype) if module.training else None)
+    model.lm_head.register_forward_hook(lambda module, _, output: dtypes.add((module.training, output.dtype)))
     trainer.train()
     assert (trainer.state.global_step, trainer.controller.status().num_steps) == (3, 3)
-    assert dtypes == {torch.float16}
     assert are_finite(model)
     assert not same(before, model)
     assert trainer.predict(data[:BATCH]).predictions.dtype == "int64"  # tokens: it has generated
+    assert dtypes == {(True, torch.float16), (False, torch.float16)}
 
 
 def test_what_decides_the_speed_is_said_in_arguments_and_the_rest_is_set_up(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import copy
 import json
 import re
@@ -289,6 +290,17 @@ def test_every_field_of_a_config_shows_in_every_text_or_its_comments(config: Amp
     left_out = {"weights", "fp8_recipe"} if config.pinned_modules else {"pinned_modules"}
     wanted = [name for name in WORDS if name not in left_out]
     assert [name for name in wanted if not re.search(WORDS[name], text)] == []
+
+
+@pytest.mark.parametrize("target", ["torch", "lightning", "accelerate", "transformers"])
+@pytest.mark.parametrize("config", [FULL, msgspec.structs.replace(FULL, pinned_modules=())], ids=["pinned", "plain"])
+def test_every_name_in_a_text_is_defined(config: AmpConfig, target: str) -> None:
+    nodes = list(ast.walk(ast.parse(export(ExportSource(config), target).text)))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    defined = {node.id for node in names if isinstance(node.ctx, ast.Store)} | set(dir(builtins))
+    defined |= {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+    given = {"dataset", "model", "optimizer", "compute_loss"}
+    assert {node.id for node in names} - defined - given == set()
 
 
 @pytest.mark.parametrize("target", ["lightning", "transformers", "deepspeed"])

@@ -119,7 +119,7 @@ def test_a_fallback_measured_with_another_batch_size_ends_with_a_checkpoint_to_g
     run.fit(net, loader())
     assert callback.demotion is not None
     path = callback.checkpoint_path
-    assert path == tmp_path / "autotune_amp.ckpt"
+    assert path == str(tmp_path / "autotune_amp.ckpt")
     assert 5 < len(net.dtypes) < NUM_BATCHES, "it went on to the end"
     assert rungs_in(logs) == ["1"], "the move that ends the run is logged"
     below = callback.demotion.config
@@ -195,6 +195,20 @@ def test_a_run_without_a_rung_left_saves_a_checkpoint_before_it_stops(tmp_path: 
         run.fit(net, loader())
     assert callback.demotion is None
     assert (tmp_path / "last.ckpt").exists()
+
+
+def test_the_folder_of_a_checkpoint_may_be_remote() -> None:
+    from autotune_amp.integrations.lightning import AutotuneCallback
+
+    saved: list[Any] = []
+    run: Any = SimpleNamespace(
+        global_step=1, log_every_n_steps=0, default_root_dir="s3://bucket/run", save_checkpoint=saved.append
+    )
+    for callback in (AutotuneCallback(), AutotuneCallback("s3://bucket/mine.ckpt")):
+        callback.stopped = DemotedError("It stopped.", "Go on.", fp16())
+        callback.on_train_batch_end(run)
+        assert callback.checkpoint_path == saved[-1]
+    assert saved == ["s3://bucket/run/autotune_amp.ckpt", "s3://bucket/mine.ckpt"]
 
 
 def test_what_the_config_says_of_model_and_optimizer_is_set_up(tmp_path: Path) -> None:

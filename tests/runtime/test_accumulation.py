@@ -14,6 +14,7 @@ from resumable import NAN
 from torch import Tensor, nn
 from training import Batch, Loop, batches, fp16, same, weights
 
+from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.precisions import Precision
 from autotune_amp.runtime.controller import PrecisionController
 
@@ -287,3 +288,41 @@ def test_losses_that_are_scaled_before_a_single_backward_pass_share_a_window() -
         controller.update()
     assert controller.status().num_steps == 4
     assert net.state_dict()["1.num_batches_tracked"] == 8
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_step_left_out_after_clipping_does_not_touch_the_next(precision: Precision) -> None:
+    """Loops leave out spikes: the next gradients are unscaled and checked as if the spike had not been."""
+    mine, theirs = Rerunning(), Rerunning()
+    for loop in (mine, theirs):
+        config = fp16() if precision == "fp16" else AmpConfig(precision=precision, batch_size=4)
+        controller, norms = PrecisionController(config, device="cpu"), []
+        for factor in (1.0, 2.0, math.nan, 1.0):
+            if loop is theirs and factor == 2.0:
+                continue
+            loop.factor = factor
+            with controller.autocast():
+                loss = loop.loss()
+            controller.backward(loss)
+            controller.unscale_(loop.optimizer)
+            norms.append(float(nn.utils.clip_grad_norm_(loop.net.parameters(), 1.0)))
+            if factor != 2.0:
+                controller.step(loop.optimizer)
+                controller.update()
+            loop.optimizer.zero_grad()
+        assert controller.status().num_steps == 2
+        assert norms[-1] < 100
+    assert all(map(torch.equal, mine.net.parameters(), theirs.net.parameters()))
+
+
+def test_statistics_of_a_window_that_begins_after_its_forward_pass_are_undone() -> None:
+    """As the second window of a training_step of Lightning, which is under one autocast."""
+    loop = Rerunning()
+    with loop.controller.autocast():
+        for loop.factor in (1.0, math.nan):
+            loop.controller.backward(loop.loss())
+            loop.controller.step(loop.optimizer)
+            loop.controller.update()
+            loop.optimizer.zero_grad()
+    assert loop.controller.status().num_skips == 1
+    assert all(torch.isfinite(buffer).all() for buffer in loop.net.buffers())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -171,6 +172,26 @@ def test_its_own_interface_does_what_gradscalers_does_and_step_says_whether_it_w
         trace.append(noted(scaler, model, other))
     assert not scaler.status().is_advisory
     assert_same(trace, run(grad_scaler(), OPTIMIZERS["SGD"], typical_training))
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_passes_after_a_step_inside_one_autocast_see_the_new_weights(guard: bool) -> None:
+    """As in a training_step of Lightning that steps by hand, several times."""
+    losses = []
+    for is_around in (True, False):
+        model = mlp()
+        config = AmpConfig(precision="bf16", batch_size=4)
+        scaler, optimizer = PrecisionController(config, "cpu", guard=guard), OPTIMIZERS["SGD"](model.parameters())
+        with scaler.autocast() if is_around else nullcontext():
+            for inputs, targets in data():
+                optimizer.zero_grad()
+                with nullcontext() if is_around else scaler.autocast():
+                    loss = loss_fn(model(inputs), targets)
+                scaler.backward(loss)
+                scaler.step(optimizer)
+                scaler.update()
+                losses.append(loss.item())
+    assert losses[:NUM_STEPS] == losses[NUM_STEPS:]
 
 
 # -- the rest of the interface -----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from autotune_amp.runtime import metrics
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.metrics import MetricsRecorder
 from autotune_amp.runtime.policy import Policy
-from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, LossScaler, Ranks, UpdateResult
+from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, GradientCheck, LaggedReader, LossScaler, Ranks, UpdateResult
 
 
 def test_only_the_bad_batches_of_the_same_burst_are_explained_by_an_overflow() -> None:
@@ -57,6 +57,37 @@ def test_tokens_per_second_and_mfu_reach_status_run_log_and_sinks(
     assert (last["tokens_per_second"], last["mfu"]) == (status.tokens_per_second, status.mfu)
     assert told[-1]["autotune_amp/tokens_per_second"] == status.tokens_per_second
     assert told[-1]["autotune_amp/mfu"] == status.mfu
+
+
+def test_a_step_takes_as_long_however_often_its_late_verdict_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each update takes half a second of a clock that the host and the events of a device share."""
+    now = [0.0]
+
+    class Event:
+        device = torch.device("cuda")
+
+        def __init__(self) -> None:
+            self.at = now[0]
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: Any) -> float:
+            return 1e3 * float(other.at - self.at)  # milliseconds
+
+    def push(reader: Any, values: Any, label: Any) -> None:
+        reader._waiting.append((torch.stack(list(values)), Event(), label))
+
+    monkeypatch.setattr(GradientCheck, "is_on_host", staticmethod(lambda tensor: False))
+    monkeypatch.setattr(LaggedReader, "push", push)
+    controller = PrecisionController(AmpConfig(precision="fp32", batch_size=4), "cpu")
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    for number in range(1, 21):
+        controller.train_step(lambda: model(torch.ones(4, 2)).mean(), optimizer)
+        now[0] += 0.5
+        if number % 5 == 0:
+            assert controller.status().step_seconds == pytest.approx(0.5)
 
 
 def test_tokens_of_a_discarded_window_do_not_count_and_a_batch_without_ids_has_none() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, GradientCheck, Ranks, lost_share
+from autotune_amp.runtime.model import RunningStatistics
+from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, GradientCheck, Ranks, check_gradients, lost_share
 
 CPU = torch.device("cpu")
 
@@ -35,7 +37,7 @@ def optimizer_of(*gradient: float) -> torch.optim.Optimizer:
 
 def test_the_loss_of_another_rank_stands_where_this_one_has_none() -> None:
     check = GradientCheck(TwoRanks(0.0, 1.5))
-    check.see_losses([torch.tensor(math.nan)])
+    check.see_losses([torch.tensor(math.nan)], CPU)
     optimizer = optimizer_of(1.0)
     check.examine(optimizer, CPU, None, samples=False)
     assert (check.verdict_of(optimizer), check.window.loss) == (BAD_LOSS, 1.5)
@@ -45,11 +47,43 @@ def test_a_share_read_with_a_late_verdict_is_the_largest_of_all_ranks(monkeypatc
     monkeypatch.setattr(GradientCheck, "is_on_host", staticmethod(lambda tensor: False))
     ranks = TwoRanks(0.0, 0.0)
     check, optimizer = GradientCheck(ranks), optimizer_of(1.0)
-    check.see_losses([torch.tensor(2.0)])
+    check.see_losses([torch.tensor(2.0)], CPU)
     check.examine(optimizer, CPU, None, samples=True)
     ranks.others = (0.25,)
     assert check.wait_for(optimizer) == CLEAN
     assert (check.window.loss, check.window.lost_share) == (2.0, 0.25)
+
+
+def test_losses_and_gradients_on_other_devices_are_judged_where_the_loss_scale_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As those of a model that is split over two GPUs; the meta device stands for the scale's."""
+    monkeypatch.setattr(GradientCheck, "is_on_host", staticmethod(lambda tensor: False))
+    scale = torch.device("meta")
+    check, optimizer = GradientCheck(Ranks(CPU)), optimizer_of(1.0)
+    check.see_losses([torch.tensor(2.0)], scale)
+    skipped = check.examine(optimizer, scale, None, samples=False)
+    window = check.window
+    found = [skipped, check.verdict_of(optimizer), window.loss, window.loss_probe]
+    assert [value.device for value in found if isinstance(value, Tensor)] == [scale] * 4
+
+
+class Copied(Tensor):
+    """Notes whether its copies to the host are non-blocking, which is seen on an accelerator alone."""
+
+    noted: ClassVar[list[object]] = []
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        self.noted.append(kwargs.get("non_blocking", False))
+        return super().to(*args, **kwargs)
+
+
+def test_what_the_host_reads_at_once_is_copied_there_blocking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Copied, "noted", [])
+    optimizer = optimizer_of(2.0)
+    check_gradients(optimizer, torch.tensor(0.5).as_subclass(Copied))
+    RunningStatistics(nn.BatchNorm1d(2)).undo_where(torch.tensor(1.0).as_subclass(Copied))
+    assert Copied.noted == [False] * 3  # statistics of two dtypes
 
 
 @pytest.mark.parametrize("order", [1, -1])
