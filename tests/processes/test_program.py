@@ -277,3 +277,21 @@ def test_what_a_process_was_compiling_is_gone_with_it(tmp_path: Path) -> None:
     temporary, cache = (tmp_path / "said").read_text().splitlines()
     assert not Path(temporary).parent.exists()
     assert Path(cache).is_dir()
+
+
+def test_a_keeper_finds_this_package_where_only_an_import_hook_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hook of an editable install in the user's own site folder, which the keeper's Python does not read."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not Path(entry, "autotune_amp").is_dir()])
+    null = subprocess.DEVNULL
+    program = Program(["true"], os.environ, new_folder(), stdin=null, stdout=null, stderr=null)
+    program.start()
+    try:
+        assert program.wait(GONE_SECONDS) == 0
+    finally:
+        program.close()
