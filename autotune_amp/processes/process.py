@@ -36,7 +36,7 @@ from autotune_amp.core.job import (
 from autotune_amp.core.outcome import Failure
 from autotune_amp.interruption import heed
 from autotune_amp.processes.process_tree import KILL_SECONDS, terminate_programs
-from autotune_amp.processes.program import Program, new_folder
+from autotune_amp.processes.program import Program, import_path, new_folder
 from autotune_amp.trial.failures import num_oom_kills
 from autotune_amp.trial.judge import RunEvidence, judge
 
@@ -107,7 +107,7 @@ class Process:
         self._is_ending = False
         self._tail: deque[str] = deque(maxlen=64)
         self._num_oom_kills = 0
-        arguments, pipe = [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode], subprocess.PIPE
+        arguments, pipe = [sys.executable, "-c", _SERVER, json.dumps(import_path()), mode], subprocess.PIPE
         self._program = Program(arguments, environment, new_folder(), stdin=pipe, stdout=pipe, stderr=pipe)
         self._program.start()
         self._popen: subprocess.Popen[bytes] = self._program.popen

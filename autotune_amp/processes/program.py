@@ -62,7 +62,7 @@ class Program:
             "connection": keepers_end.fileno(),
             "mark": self._mark,
             "parent": os.getpid(),
-            "path": sys.path,
+            "path": import_path(),
             "folders": [str(folder), *map(str, folders)],  # the keeper makes the first
             "when_orphaned": when_orphaned,
         }
@@ -175,6 +175,11 @@ class Program:
         self.popen.kill()
         self.popen.wait()
         kill_marked(self._mark)
+
+
+def import_path() -> list[str]:
+    """Return the import path of this process as text: Python code may add a `Path`, which JSON cannot represent."""
+    return [str(entry) for entry in sys.path]
 
 
 def new_folder() -> Path:

@@ -17,7 +17,7 @@ from conftest import is_gone
 
 from autotune_amp.core.errors import RunnerError
 from autotune_amp.processes.local import LocalBackend, Payload
-from autotune_amp.processes.process import Watcher
+from autotune_amp.processes.process import Process, Watcher
 from autotune_amp.processes.program import Program, new_folder, temporary_folder
 
 pytestmark = pytest.mark.usefixtures("nothing_left_at_once")
@@ -295,3 +295,13 @@ def test_a_keeper_finds_this_package_where_only_an_import_hook_does(
         assert program.wait(GONE_SECONDS) == 0
     finally:
         program.close()
+
+
+def test_an_import_path_may_have_what_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    with temporary_folder() as folder:
+        assert folder.is_dir()
+    refused = Mock(side_effect=RunnerError("no process", "Wait."))
+    monkeypatch.setattr("autotune_amp.processes.process.Program", refused)
+    with pytest.raises(RunnerError):
+        Process("kept", {}, Watcher())

@@ -24,6 +24,7 @@ from autotune_amp.core.errors import ClusterLostError, InvalidRequestError
 from autotune_amp.interruption import heed
 from autotune_amp.processes.on_ray.messages import NodeSetup, NodeShare, Reply, Request, pack
 from autotune_amp.processes.process import TICK_SECONDS
+from autotune_amp.processes.program import import_path
 
 SILENT_SECONDS = 30.0  # after so long without an answer a node is lost; a healthy one answers within half a second
 REACH_SECONDS = 10.0  # for the TCP connection that tests whether a server listens at the cluster's address
@@ -73,7 +74,7 @@ class Cluster:
         self._socket, driver_socket = socket.socketpair()
         self._connection = Connection(os.dup(self._socket.fileno()))
         self._popen = subprocess.Popen(  # noqa: S603 - this interpreter and a module of this package
-            [sys.executable, "-c", _DRIVER, json.dumps(sys.path), str(driver_socket.fileno())],
+            [sys.executable, "-c", _DRIVER, json.dumps(import_path()), str(driver_socket.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=self._driver_output,
             stderr=self._driver_output,

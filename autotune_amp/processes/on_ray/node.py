@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -19,6 +18,7 @@ from autotune_amp.processes.devices import make_ranked_backend, rank_slots
 from autotune_amp.processes.local import Isolation, LocalBackend, Payload, WorkloadBackend
 from autotune_amp.processes.on_ray.messages import CallProgress, NodeSetup, ProcessDescription, RemoteError, pack
 from autotune_amp.processes.process import Watcher
+from autotune_amp.processes.program import import_path
 
 PROGRESS_SECONDS = 0.5  # longest wait of a call for progress; one call for each step would slow the job down
 
@@ -56,7 +56,7 @@ class NodeActor:
             if value is not None:
                 os.environ[name] = value
         # The working directory that the search sent is importable, as with `python -m`.
-        path = tuple(dict.fromkeys((str(Path.cwd()), *sys.path)))
+        path = tuple(dict.fromkeys((str(Path.cwd()), *import_path())))
         self._payload = Payload(target=self._setup.target, packed=self._setup.packed, path=path)
         self._recorder = _ProgressRecorder()
         # A single thread for everything: a backend does one thing at a time.
