@@ -278,9 +278,11 @@ class Process:
     def end(self) -> None:
         """Kill the process and all its descendants, including those that left its group, and wait for them."""
         self.watcher.ending()
-        terminate_programs(self._program.processes)
-        self._program.close()
-        self._is_ending = True
+        try:
+            terminate_programs(self._program.processes)
+        finally:  # after Ctrl-C too: the process is suspended
+            self._is_ending = True
+            self._program.close()
         for thread in self._threads:
             thread.join(KILL_SECONDS)
         self._drain_output()
