@@ -99,7 +99,8 @@ class Program:
         if self._connection.recv(1) != keeper.READY:
             raise RunnerError(
                 f"The process that starts a trial ended with status {self.popen.wait()} before it made {self._folder}.",
-                f"Make {self._folder.parent} writable, or set TMPDIR to a writable folder.",
+                f"Make {self._folder.parent} writable, or set TMPDIR to a writable one, whose path has at most "
+                f"{_MAX_PATH_BYTES} bytes.",
             )
 
     def start(self) -> None:
@@ -183,9 +184,14 @@ def import_path() -> list[str]:
 
 
 def new_folder() -> Path:
-    """Return a path for the folder of a program, which does not exist yet and is short enough for sockets in it."""
-    default = tempfile.gettempdir()
-    parent = default if len(os.fsencode(default)) <= _MAX_PATH_BYTES else "/tmp"  # noqa: S108 - a folder of its own
+    """Return a path for the folder of a program, which does not exist yet.
+
+    It is short enough for sockets in it, unless the default for temporary files has a long path and /tmp is not
+    writable.
+    """
+    parent, tmp = tempfile.gettempdir(), "/tmp"  # noqa: S108 - the folder is the program's own
+    if len(os.fsencode(parent)) > _MAX_PATH_BYTES and os.access(tmp, os.W_OK):
+        parent = tmp
     return Path(parent, f"amp-{uuid.uuid4().hex[:12]}")
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -305,3 +306,15 @@ def test_an_import_path_may_have_what_is_no_text(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("autotune_amp.processes.process.Program", refused)
     with pytest.raises(RunnerError):
         Process("kept", {}, Watcher())
+
+
+@pytest.mark.parametrize(
+    ("default", "is_tmp_writable", "parent"),
+    [("/scratch/x", True, "/scratch/x"), ("/" + 50 * "x", True, "/tmp"), ("/" + 50 * "x", False, "/" + 50 * "x")],
+)
+def test_a_folder_of_a_long_path_is_used_where_tmp_is_not_writable(
+    default: str, is_tmp_writable: bool, parent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", default)
+    monkeypatch.setattr(os, "access", lambda *_: is_tmp_writable)
+    assert str(new_folder().parent) == parent
