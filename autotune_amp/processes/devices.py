@@ -188,6 +188,11 @@ def rank_slots(num_ranks: int, device: str) -> tuple[Slot, ...]:
     """
     if device == "cpu":
         return cpu_slots(num_ranks)
+    num_gpus = len(nvml.visible_uuids())
+    if 0 < num_gpus < num_ranks:
+        raise InvalidRequestError(
+            f"--ranks is {num_ranks}, and CUDA sees {num_gpus} GPUs here.", f"Give --ranks {num_gpus} or fewer."
+        )
     # Without the UUID a slot hides no GPU from its process: each rank names its own, cuda:N, and sees the others.
     return tuple(Slot(slot.name or "", slot.name) for slot in find_gpus(range(num_ranks), "--ranks").slots)
 

@@ -15,7 +15,7 @@ from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import nvml
 from autotune_amp.processes import devices
-from autotune_amp.processes.devices import Devices, GpuSlots, cpu_slots, find_gpus
+from autotune_amp.processes.devices import Devices, GpuSlots, cpu_slots, find_gpus, rank_slots
 from autotune_amp.processes.local import Slot
 from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.slots import WorkloadSlots
@@ -69,6 +69,12 @@ def test_a_card_that_cannot_be_compared_or_is_not_there_is_refused(
 ) -> None:
     with pytest.raises(InvalidRequestError, match=said):
         find_gpus(devices)
+
+
+def test_more_ranks_than_cards_are_refused_with_the_number_of_cards(host: Any) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        rank_slots(5, "cuda")
+    assert "--ranks 4" in refused.value.next_step
 
 
 def test_without_cards_the_option_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
