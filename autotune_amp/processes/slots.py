@@ -55,6 +55,9 @@ class _ThreadWatcher(Watcher):
     def step(self, num_steps: int, step_seconds: float) -> None:
         self._calls.put(partial(self._watcher.step, num_steps, step_seconds))
 
+    def activity(self, text: str) -> None:
+        self._calls.put(partial(self._watcher.activity, text))
+
     def output(self, text: str) -> None:
         while self._calls.qsize() >= MAX_OUTPUT_CHUNKS and not self._is_closed.wait(_POLL_SECONDS):
             pass  # until the main thread has printed some of it

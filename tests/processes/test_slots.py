@@ -259,3 +259,15 @@ def test_each_slot_opens_the_workload_on_its_own_device() -> None:
         backend.open("auto", None, 60.0)
         backend.open_others(60.0)
     assert opened == ["auto", "cuda:1"]
+
+
+def test_what_a_job_is_doing_arrives_too() -> None:
+    listener = Mock(Watcher)
+
+    def make(slot: Slot, watcher: Watcher) -> Any:
+        return Mock(submit=lambda job, slot: CompletedHandle(watcher.activity("evaluating")))
+
+    slots = Slots([Slot("cpu")], make, lambda _: listener)
+    slots.submit(None).result()
+    slots.close()
+    listener.activity.assert_called_once_with("evaluating")
