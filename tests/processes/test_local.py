@@ -422,6 +422,15 @@ def test_time_that_ends_while_loading_is_a_small_budget_or_nobodys_failure(monke
         assert found.message == "the workload takes more than 6.0 s to load"
 
 
+def test_a_result_that_cannot_be_read_is_a_failure_and_a_partial_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = ProcessEndedError(Failure(kind="timeout", message="late"), so_far={"step_seconds": None})
+    for answer, kind in ((ended.so_far, "crash"), (ended, "timeout")):
+        backend, _ = scripted(monkeypatch, "kept", *READY, answer)
+        found = backend.submit(CUDA_TRIAL).result()
+        assert isinstance(found, Failure)
+        assert found.kind == kind
+
+
 SLOW = """
 import time
 import torch
