@@ -16,7 +16,7 @@ from autotune_amp.core.job import find_job
 from autotune_amp.hardware import identify
 from autotune_amp.processes.devices import make_ranked_backend, rank_slots
 from autotune_amp.processes.local import Isolation, LocalBackend, Payload, WorkloadBackend
-from autotune_amp.processes.on_ray.messages import CallProgress, NodeSetup, ProcessDescription, RemoteError, pack
+from autotune_amp.processes.on_ray.messages import CallProgress, NodeSetup, ProcessDescription, pack, request_error
 from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.program import import_path
 
@@ -92,7 +92,7 @@ class NodeActor:
             msgspec.structs.replace(
                 progress,
                 answer=None if error is not None else self._work.result(),
-                error=None if error is None else RemoteError.of(error),
+                error=None if error is None else request_error(error),
                 abilities=[] if backend is None else sorted(backend.abilities),
                 is_build_shared=backend is not None and backend.is_build_shared,
                 start_seconds=self._start_seconds,
