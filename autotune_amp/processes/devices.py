@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
@@ -23,9 +23,6 @@ from autotune_amp.processes.ranks import RankedBackend
 from autotune_amp.processes.slots import WorkloadSlots
 from autotune_amp.processes.standby import Standby
 from autotune_amp.trial.jobs import Trial
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # Function that makes a backend of the workload. Its arguments: the watcher, which receives the events of running jobs;
 # the isolation, "kept" for one process that runs all jobs, "forked" for one per job, None for forked where possible;
@@ -40,8 +37,7 @@ class Devices:
     """Devices of this host that a search runs on: a single one, several GPUs, or one for each rank of a training run.
 
     `device` is the name of the first one, or "auto"; `start` makes the backends, `watcher_of` the watcher of a slot.
-    With several `gpus`, trials run on all of them at the same time, and the confirmation on the first. As a context
-    manager it ends the standby processes.
+    With several `gpus`, trials run on all of them at the same time, and the confirmation on the first.
     """
 
     is_here = True  # the devices are on this host, rather than in a Ray cluster
@@ -96,12 +92,6 @@ class Devices:
         """End the standby processes."""
         if self._standby is not None:
             self._standby.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.close()
 
     def _make_backend(self, isolation: Isolation | None, environment: dict[str, str] | None) -> WorkloadBackend:
         watcher = self._watcher_of(self._slots[0] if self.num_slots > 1 else Slot(self.device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from typing import Any
 from unittest.mock import Mock
 
@@ -114,7 +115,7 @@ def test_a_card_has_one_process_that_is_kept_and_a_cpu_what_can_be_forked(
 ) -> None:
     identified(monkeypatch, device_type)
     start = Mock()
-    with Devices("auto", start, lambda _: Watcher()) as here:
+    with closing(Devices("auto", start, lambda _: Watcher())) as here:
         here.backend()
     (call,) = start.call_args_list
     assert call.args[1] == isolation
@@ -123,7 +124,7 @@ def test_a_card_has_one_process_that_is_kept_and_a_cpu_what_can_be_forked(
 def test_trials_run_on_every_card_and_the_confirmation_on_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     identified(monkeypatch, "cuda")
     start = Mock()
-    with Devices("cuda:0", start, lambda _: Watcher(), GpuSlots(GPUS)) as here, here.backend() as backend:
+    with closing(Devices("cuda:0", start, lambda _: Watcher(), GpuSlots(GPUS))) as here, here.backend() as backend:
         assert isinstance(backend, WorkloadSlots)
         assert (backend.slots, here.num_slots) == (GPUS, 3)
         start.reset_mock()
@@ -137,7 +138,7 @@ def test_trials_run_on_every_card_and_the_confirmation_on_the_first(monkeypatch:
 def test_a_single_card_is_searched_on_as_without_the_option_but_sees_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     identified(monkeypatch, "cuda")
     start = Mock()
-    with Devices("cuda:2", start, lambda _: Watcher(), GpuSlots(GPUS[2:])) as here:
+    with closing(Devices("cuda:2", start, lambda _: Watcher(), GpuSlots(GPUS[2:]))) as here:
         here.backend()
         assert here.confirmation_backend("cuda:0", shares_processes=True, num_rounds=3).slots == (Slot("cuda:0"),)
     (call,) = start.call_args_list

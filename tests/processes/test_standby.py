@@ -381,7 +381,7 @@ def test_jobs_of_one_device_stand_by_and_closing_its_place_ends_all(tmp_path: Pa
         beside._room_for = lambda _: 2
         return LocalBackend(payload, isolation or "kept", watcher, environment, slot, beside)
 
-    with Devices("cpu", start, lambda _: Watcher()) as place, place.backend() as backend:
+    with closing(Devices("cpu", start, lambda _: Watcher())) as place, place.backend() as backend:
         backend.load(60)
         state, _, _ = backend.open("cpu", None, 60)
         job: Job[Any] = Trial(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -23,9 +23,6 @@ from autotune_amp.processes.on_ray.fleet import Fleet
 from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.slots import Slots, WorkloadSlots
 from autotune_amp.trial.jobs import FingerprintJob
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 T = TypeVar("T")
 START_SECONDS = 60.0  # wait for the first process on a node, and for another one after the last was lost
@@ -289,12 +286,6 @@ class RayDevices:
     def close(self) -> None:
         """End the processes on the nodes and the connection."""
         self._cluster.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.close()
 
     def _make_node_backend(
         self, slot: Slot, watcher: Watcher, isolation: Isolation | None, environment: dict[str, str]
