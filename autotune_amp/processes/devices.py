@@ -96,21 +96,10 @@ class Devices:
     def _make_backend(self, isolation: Isolation | None, environment: dict[str, str] | None) -> WorkloadBackend:
         watcher = self._watcher_of(self._slots[0] if self.num_slots > 1 else Slot(self.device))
         if self._ranks:
-            return make_ranked_backend(self._ranks, self._start, watcher, isolation, environment)
+            return RankedBackend(
+                self._ranks, lambda rank, watching: self._start(watching, isolation, environment, rank, None), watcher
+            )
         return self._start(watcher, isolation, environment, self._slots[0] if self._slots else None, self._standby)
-
-
-def make_ranked_backend(
-    ranks: Sequence[Slot],
-    start: BackendFactory,
-    watcher: Watcher,
-    isolation: Isolation | None,
-    environment: dict[str, str] | None,
-) -> WorkloadBackend:
-    """Return a backend whose trials run on all `ranks` together, each of which has a slot; other jobs on the first."""
-    return RankedBackend(
-        ranks, lambda rank, rank_watcher: start(rank_watcher, isolation, environment, rank, None), watcher
-    )
 
 
 class ConfirmationBackend:
