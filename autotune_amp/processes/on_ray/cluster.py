@@ -168,12 +168,6 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise NodeProcessLostError(f"it did not answer within {limit_seconds:.0f} s")
 
-    def wait_one_tick(self, tick: Callable[[], None]) -> None:
-        """Call `tick` and sleep for `TICK_SECONDS`. Raises `KeyboardInterrupt` after Ctrl-C or SIGTERM."""
-        heed()
-        tick()
-        time.sleep(TICK_SECONDS)
-
     def close(self) -> None:
         """Close the connection and wait for the driver to exit, which ends the processes on the nodes."""
         if self._popen is None:

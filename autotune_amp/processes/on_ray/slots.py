@@ -15,12 +15,13 @@ from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, Work
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import Fingerprint
+from autotune_amp.interruption import heed
 from autotune_amp.processes.devices import ConfirmationBackend, WatcherFactory
 from autotune_amp.processes.local import Isolation, OpenResult, Payload, Slot, SlotLostError, WorkloadBackend
 from autotune_amp.processes.on_ray.backend import NodeBackend
 from autotune_amp.processes.on_ray.cluster import Cluster
 from autotune_amp.processes.on_ray.fleet import Fleet
-from autotune_amp.processes.process import Watcher
+from autotune_amp.processes.process import TICK_SECONDS, Watcher
 from autotune_amp.processes.slots import Slots, WorkloadSlots
 from autotune_amp.trial.jobs import FingerprintJob
 
@@ -246,7 +247,9 @@ class RayDevices:
             self._fleet.take_started_slots()
             if self._fleet.is_up:
                 until = min(until, time.monotonic() + GATHER_SECONDS)
-            self._cluster.wait_one_tick(tick)
+            heed()
+            tick()
+            time.sleep(TICK_SECONDS)
         if not self._fleet.is_up:
             device_name = "CPU" if self.device == "cpu" else "GPU"
             raise InvalidRequestError(
