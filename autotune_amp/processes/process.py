@@ -115,7 +115,7 @@ class Process:
 
     def is_alive(self) -> bool:
         """Return whether the process runs and its messages are read. The messages of a killed process end first."""
-        return self._program.poll() is None and self._threads[0].is_alive()
+        return self._program.wait(0) is None and self._threads[0].is_alive()
 
     def send(self, message: dict[str, Any], data: bytes = b"") -> None:
         """Write a message, followed by raw bytes."""

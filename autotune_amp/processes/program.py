@@ -139,10 +139,6 @@ class Program:
             status = b""
         return int(status or self.popen.wait())  # the keeper's own where it failed or was killed
 
-    def poll(self) -> int | None:
-        """Return the program's exit status, None if it still runs, at once."""
-        return self.wait(0.0)
-
     def end(self) -> None:
         """Have the keeper kill the program and its descendants, and wait until they are gone. The folder stays."""
         self._request(keeper.END)

@@ -236,7 +236,7 @@ def test_a_killed_keeper_leaves_nothing(program: Program, tmp_path: Path) -> Non
     program.popen.kill()
     program.end()
     assert is_gone(child)
-    assert program.poll() == -signal.SIGKILL
+    assert program.wait(0) == -signal.SIGKILL
     program.close()
     assert not (tmp_path / "folder").exists()
 
@@ -244,9 +244,9 @@ def test_a_killed_keeper_leaves_nothing(program: Program, tmp_path: Path) -> Non
 def test_a_status_can_be_asked_for_more_than_once_and_the_folder_stays_until_the_close() -> None:
     null, folder = subprocess.DEVNULL, new_folder()
     program = Program([sys.executable, "-c", "exit(3)"], os.environ, folder, stdin=null, stdout=null, stderr=null)
-    assert program.poll() is None
+    assert program.wait(0) is None
     program.start()
-    assert [program.wait(GONE_SECONDS), program.wait(), program.poll()] == [3, 3, 3]
+    assert [program.wait(GONE_SECONDS), program.wait(), program.wait(0)] == [3, 3, 3]
     assert folder.is_dir()
     program.close()
     assert not folder.exists()
