@@ -362,11 +362,11 @@ class LocalBackend(WorkloadBackend):
         except ProcessEndedError as ended:
             if self.isolation != "forked":  # a template outlives its children; the next job checks that
                 self.close()
-            so_far = None if ended.so_far is None else convert_result(job, ended.so_far)
+            so_far = convert_result(job, ended.so_far)  # a failure if there is none
             return ended.failure, None if isinstance(so_far, Failure) else so_far
         finally:
             self._standby.resume()
-        result = value if isinstance(value, Failure) else convert_result(job, value)
+        result = convert_result(job, value)
         if job.is_alone or (self.isolation == "kept" and isinstance(result, Failure)):
             self.close()
         return result, None
@@ -497,7 +497,7 @@ class LocalHandle(Generic[ResultType]):
 
 def convert_result(job: Job[ResultType], value: Any) -> ResultType | Failure:
     """Return a job's result or failure converted from plain data, or a failure if that cannot be read."""
-    is_failure = isinstance(value, dict) and value.get("outcome") == "failure"
+    is_failure = isinstance(value, Failure) or (isinstance(value, dict) and value.get("outcome") == "failure")
     try:
         result: ResultType | Failure = msgspec.convert(
             value,

@@ -265,7 +265,11 @@ def test_what_a_job_is_doing_arrives_too() -> None:
     listener = Mock(Watcher)
 
     def make(slot: Slot, watcher: Watcher) -> Any:
-        return Mock(submit=lambda job, slot: CompletedHandle(watcher.activity("evaluating")))
+        def submit(job: Any, slot: Slot | None) -> CompletedHandle:
+            watcher.activity("evaluating")
+            return CompletedHandle(job)
+
+        return Mock(submit=submit)
 
     slots = Slots([Slot("cpu")], make, lambda _: listener)
     slots.submit(None).result()
