@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -39,9 +39,6 @@ from autotune_amp.processes.process_tree import KILL_SECONDS, terminate_programs
 from autotune_amp.processes.program import Program, import_path, new_folder
 from autotune_amp.trial.failures import num_oom_kills
 from autotune_amp.trial.judge import RunEvidence, judge
-
-if TYPE_CHECKING:
-    from autotune_amp.processes.standby import Standby
 
 _NO_DEADLINES = Deadlines()
 _DECODER: msgspec.json.Decoder[JobEvent] = msgspec.json.Decoder(JobEvent)
@@ -79,6 +76,16 @@ class Watcher:
 
     def ending(self) -> None:
         """Handle the event that the process and its descendants are about to be killed."""
+
+
+class PausableProcess(Protocol):
+    """Interface of a process, or of several, that can be paused while another process takes steps."""
+
+    def pause(self) -> None:
+        """Pause until `resume`."""
+
+    def resume(self) -> None:
+        """Continue."""
 
 
 class ProcessEndedError(Exception):
@@ -146,7 +153,7 @@ class Process:
         deadlines: Deadlines = _NO_DEADLINES,
         *,
         ends_with_exit: bool = False,
-        beside: Standby | None = None,
+        beside: PausableProcess | None = None,
     ) -> Any:
         """Return the answer to the last message. Raises `ProcessEndedError` if the process ends first, or is ended
         here.
