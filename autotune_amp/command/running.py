@@ -286,7 +286,7 @@ class _CommandProcesses:
                 has_requested_stacks = True
                 self._listener.send_request("dump")
             is_over = grace.is_over(failure, now)
-            may_send_more = self._program.poll() is None and self._events.first(Refused) is None
+            may_send_more = self._program.wait(0) is None and self._events.first(Refused) is None
             if result is None or (failure is not None and may_send_more and not is_over):
                 continue
             return CompletedRun(self._began, self._events, state, result if failure is None else with_advice(failure))
@@ -319,7 +319,7 @@ class _CommandProcesses:
                 self._resident_bytes_at_check = resident_bytes
                 self._memory_bytes = int(_total(processes, _proportional_bytes))
             self._unobserved_seconds = 0.0 if self._events.of(Hello) else _oldest_python_seconds(processes)
-        status = self._program.poll()
+        status = self._program.wait(0)
         if status is not None:
             self._reader.join(KILL_SECONDS)
             self._receive_last_messages()

@@ -7,7 +7,6 @@ alone, so it measures what a run by itself does.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import ExitStack
@@ -35,13 +34,8 @@ def num_fitting(completed: CompletedRun) -> int:
     One of them trains, and the others hold what they have loaded.
     """
     events = completed.events
-    cores = int(min(host.num_cpus(), host.container_cpus() or math.inf))
-    container = host.container_memory()
-    free_bytes = host.available_memory_bytes()
-    if container is not None:
-        free_bytes = min(free_bytes, container.available)
-    num_in_memory = int(free_bytes / (_MEMORY_MARGIN * max(1, completed.state.memory_bytes)))
-    limits = [MAX_TOGETHER, cores // events.world, num_in_memory]
+    num_in_memory = int(host.free_memory_bytes() / (_MEMORY_MARGIN * max(1, completed.state.memory_bytes)))
+    limits = [MAX_TOGETHER, host.usable_cores() // events.world, num_in_memory]
     for loaded in events.of(Loaded):
         if loaded.device != "cpu":
             used_bytes = loaded.used_bytes - loaded.reserved_bytes + _MEMORY_MARGIN * _peak_bytes(events, loaded)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 import msgspec
 
 from autotune_amp.core import errors
-from autotune_amp.core.errors import AutotuneAmpError
+from autotune_amp.core.errors import AutotuneAmpError, RunnerError
 from autotune_amp.core.outcome import Failure
 
 ResultType = TypeVar("ResultType")
@@ -73,8 +73,8 @@ class RequestError(_JobEvent, frozen=True, tag="error"):
     next_step: str
 
     def exception(self) -> AutotuneAmpError:
-        """Return the error to raise."""
-        kind: type[AutotuneAmpError] = getattr(errors, self.kind)
+        """Return the error to raise: a `RunnerError` if its class is not one of `core.errors`."""
+        kind: type[AutotuneAmpError] = getattr(errors, self.kind, RunnerError)
         return kind(self.message, self.next_step)
 
 

@@ -7,6 +7,7 @@ and scheduler/sched-bwc (cpu.cfs_quota_us).
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import sys
@@ -49,6 +50,11 @@ def num_cpus() -> int:
     return os.cpu_count() or 1
 
 
+def usable_cores() -> int:
+    """Return the number of whole CPUs that this process may use: those it may run on, within the container's limit."""
+    return int(min(num_cpus(), container_cpus() or math.inf))
+
+
 def total_memory_bytes() -> int:
     """Return the machine's memory in bytes, ignoring container limits."""
     if hasattr(os, "sysconf"):
@@ -63,6 +69,13 @@ def available_memory_bytes() -> int:
     import psutil
 
     return int(psutil.virtual_memory().available)
+
+
+def free_memory_bytes() -> int:
+    """Return the memory in bytes that is available without swapping, within the container's limit."""
+    container = container_memory()
+    available_bytes = available_memory_bytes()
+    return available_bytes if container is None else min(available_bytes, container.available)
 
 
 def load_notes() -> tuple[str, ...]:

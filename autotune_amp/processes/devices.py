@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
@@ -23,9 +23,6 @@ from autotune_amp.processes.ranks import RankedBackend
 from autotune_amp.processes.slots import WorkloadSlots
 from autotune_amp.processes.standby import Standby
 from autotune_amp.trial.jobs import Trial
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # Function that makes a backend of the workload. Its arguments: the watcher, which receives the events of running jobs;
 # the isolation, "kept" for one process that runs all jobs, "forked" for one per job, None for forked where possible;
@@ -40,8 +37,7 @@ class Devices:
     """Devices of this host that a search runs on: a single one, several GPUs, or one for each rank of a training run.
 
     `device` is the name of the first one, or "auto"; `start` makes the backends, `watcher_of` the watcher of a slot.
-    With several `gpus`, trials run on all of them at the same time, and the confirmation on the first. As a context
-    manager it ends the standby processes.
+    With several `gpus`, trials run on all of them at the same time, and the confirmation on the first.
     """
 
     is_here = True  # the devices are on this host, rather than in a Ray cluster
@@ -97,30 +93,13 @@ class Devices:
         if self._standby is not None:
             self._standby.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.close()
-
     def _make_backend(self, isolation: Isolation | None, environment: dict[str, str] | None) -> WorkloadBackend:
         watcher = self._watcher_of(self._slots[0] if self.num_slots > 1 else Slot(self.device))
         if self._ranks:
-            return make_ranked_backend(self._ranks, self._start, watcher, isolation, environment)
+            return RankedBackend(
+                self._ranks, lambda rank, watching: self._start(watching, isolation, environment, rank, None), watcher
+            )
         return self._start(watcher, isolation, environment, self._slots[0] if self._slots else None, self._standby)
-
-
-def make_ranked_backend(
-    ranks: Sequence[Slot],
-    start: BackendFactory,
-    watcher: Watcher,
-    isolation: Isolation | None,
-    environment: dict[str, str] | None,
-) -> WorkloadBackend:
-    """Return a backend whose trials run on all `ranks` together, each of which has a slot; other jobs on the first."""
-    return RankedBackend(
-        ranks, lambda rank, rank_watcher: start(rank_watcher, isolation, environment, rank, None), watcher
-    )
 
 
 class ConfirmationBackend:
@@ -188,6 +167,11 @@ def rank_slots(num_ranks: int, device: str) -> tuple[Slot, ...]:
     """
     if device == "cpu":
         return cpu_slots(num_ranks)
+    num_gpus = len(nvml.visible_uuids())
+    if 0 < num_gpus < num_ranks:
+        raise InvalidRequestError(
+            f"--ranks is {num_ranks}, and CUDA sees {num_gpus} GPUs here.", f"Give --ranks {num_gpus} or fewer."
+        )
     # Without the UUID a slot hides no GPU from its process: each rank names its own, cuda:N, and sees the others.
     return tuple(Slot(slot.name or "", slot.name) for slot in find_gpus(range(num_ranks), "--ranks").slots)
 

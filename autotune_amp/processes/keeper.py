@@ -199,7 +199,8 @@ def _kill_descendants(process_tree: Any, mark: str, shared_before: Iterable[str]
 def main(settings: str, *arguments: str) -> None:
     """Run a program under this keeper."""
     options = json.loads(settings)
-    sys.path[:] = options["path"]
+    # An editable install may be found by an import hook alone, which this isolated process does not have.
+    sys.path[:] = [*options["path"], str(Path(__file__).parents[2])]
     with socket.socket(fileno=options["connection"]) as connection:
         keep(connection, options["mark"], options["parent"], options["folders"], options["when_orphaned"], arguments)
 

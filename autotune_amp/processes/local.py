@@ -362,19 +362,14 @@ class LocalBackend(WorkloadBackend):
         except ProcessEndedError as ended:
             if self.isolation != "forked":  # a template outlives its children; the next job checks that
                 self.close()
-            return ended.failure, None if ended.so_far is None else convert_result(job, ended.so_far)
+            so_far = convert_result(job, ended.so_far)  # a failure if there is none
+            return ended.failure, None if isinstance(so_far, Failure) else so_far
         finally:
             self._standby.resume()
-        if isinstance(value, dict) and value.get("outcome") == "failure":
-            value = msgspec.convert(value, Failure)
-        if job.is_alone or (self.isolation == "kept" and isinstance(value, Failure)):
+        result = convert_result(job, value)
+        if job.is_alone or (self.isolation == "kept" and isinstance(result, Failure)):
             self.close()
-        if isinstance(value, Failure):
-            return value, None
-        try:
-            return convert_result(job, value), None
-        except msgspec.ValidationError as error:  # such as null in the place of a number
-            return Failure(kind="crash", message=f"its result cannot be read: {error}"), None
+        return result, None
 
     def _ready_process(self, until: float | None) -> Process:
         if self._process is None or not self._process.is_alive():
@@ -500,7 +495,15 @@ class LocalHandle(Generic[ResultType]):
             self._start(next_result)  # in another process, since memory of a failed allocation must not count
 
 
-def convert_result(job: Job[ResultType], value: Any) -> ResultType:
-    """Return a job's result converted from plain data."""
-    result: ResultType = msgspec.convert(value, type=job.answer, str_keys=True)  # JSON has no integer keys
+def convert_result(job: Job[ResultType], value: Any) -> ResultType | Failure:
+    """Return a job's result or failure converted from plain data, or a failure if that cannot be read."""
+    is_failure = isinstance(value, Failure) or (isinstance(value, dict) and value.get("outcome") == "failure")
+    try:
+        result: ResultType | Failure = msgspec.convert(
+            value,
+            type=Failure if is_failure else job.answer,
+            str_keys=True,  # JSON has no integer keys
+        )
+    except msgspec.ValidationError as error:  # such as null in the place of a number
+        return Failure(kind="crash", message=f"its result cannot be read: {error}")
     return result

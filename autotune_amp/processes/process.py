@@ -36,7 +36,7 @@ from autotune_amp.core.job import (
 from autotune_amp.core.outcome import Failure
 from autotune_amp.interruption import heed
 from autotune_amp.processes.process_tree import KILL_SECONDS, terminate_programs
-from autotune_amp.processes.program import Program, new_folder
+from autotune_amp.processes.program import Program, import_path, new_folder
 from autotune_amp.trial.failures import num_oom_kills
 from autotune_amp.trial.judge import failure_from_exit
 
@@ -107,7 +107,7 @@ class Process:
         self._is_ending = False
         self._tail: deque[str] = deque(maxlen=64)
         self._num_oom_kills = 0
-        arguments, pipe = [sys.executable, "-c", _SERVER, json.dumps(sys.path), mode], subprocess.PIPE
+        arguments, pipe = [sys.executable, "-c", _SERVER, json.dumps(import_path()), mode], subprocess.PIPE
         self._program = Program(arguments, environment, new_folder(), stdin=pipe, stdout=pipe, stderr=pipe)
         self._program.start()
         self._popen: subprocess.Popen[bytes] = self._program.popen
@@ -122,7 +122,7 @@ class Process:
 
     def is_alive(self) -> bool:
         """Return whether the process runs and its messages are read. The messages of a killed process end first."""
-        return self._program.poll() is None and self._threads[0].is_alive()
+        return self._program.wait(0) is None and self._threads[0].is_alive()
 
     def send(self, message: dict[str, Any], data: bytes = b"") -> None:
         """Write a message, followed by raw bytes."""
@@ -274,9 +274,11 @@ class Process:
     def end(self) -> None:
         """Kill the process and all its descendants, including those that left its group, and wait for them."""
         self.watcher.ending()
-        terminate_programs(self._program.processes)
-        self._program.close()
-        self._is_ending = True
+        try:
+            terminate_programs(self._program.processes)
+        finally:  # after Ctrl-C too: the process is suspended
+            self._is_ending = True
+            self._program.close()
         for thread in self._threads:
             thread.join(KILL_SECONDS)
         self._drain_output()

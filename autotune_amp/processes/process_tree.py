@@ -112,7 +112,7 @@ def shared_memory_of(processes: Iterable[psutil.Process]) -> set[str]:
         for process in processes:
             pids.add(str(process.pid))
             with contextlib.suppress(OSError):
-                inodes.update(_MAPPED.findall(Path(f"/proc/{process.pid}/maps").read_text()))
+                inodes.update(_MAPPED.findall(Path(f"/proc/{process.pid}/maps").read_text(errors="replace")))
     return {
         name
         for name, inode in pieces.items()

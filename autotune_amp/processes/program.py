@@ -62,7 +62,7 @@ class Program:
             "connection": keepers_end.fileno(),
             "mark": self._mark,
             "parent": os.getpid(),
-            "path": sys.path,
+            "path": import_path(),
             "folders": [str(folder), *map(str, folders)],  # the keeper makes the first
             "when_orphaned": when_orphaned,
         }
@@ -99,7 +99,8 @@ class Program:
         if self._connection.recv(1) != keeper.READY:
             raise RunnerError(
                 f"The process that starts a trial ended with status {self.popen.wait()} before it made {self._folder}.",
-                f"Make {self._folder.parent} writable, or set TMPDIR to a writable folder.",
+                f"Make {self._folder.parent} writable, or set TMPDIR to a writable one, whose path has at most "
+                f"{_MAX_PATH_BYTES} bytes.",
             )
 
     def start(self) -> None:
@@ -138,10 +139,6 @@ class Program:
             status = b""
         return int(status or self.popen.wait())  # the keeper's own where it failed or was killed
 
-    def poll(self) -> int | None:
-        """Return the program's exit status, None if it still runs, at once."""
-        return self.wait(0.0)
-
     def end(self) -> None:
         """Have the keeper kill the program and its descendants, and wait until they are gone. The folder stays."""
         self._request(keeper.END)
@@ -177,10 +174,20 @@ class Program:
         kill_marked(self._mark)
 
 
+def import_path() -> list[str]:
+    """Return the import path of this process as text: Python code may add a `Path`, which JSON cannot represent."""
+    return [str(entry) for entry in sys.path]
+
+
 def new_folder() -> Path:
-    """Return a path for the folder of a program, which does not exist yet and is short enough for sockets in it."""
-    default = tempfile.gettempdir()
-    parent = default if len(os.fsencode(default)) <= _MAX_PATH_BYTES else "/tmp"  # noqa: S108 - a folder of its own
+    """Return a path for the folder of a program, which does not exist yet.
+
+    It is short enough for sockets in it, unless the default for temporary files has a long path and /tmp is not
+    writable.
+    """
+    parent, tmp = tempfile.gettempdir(), "/tmp"  # noqa: S108 - the folder is the program's own
+    if len(os.fsencode(parent)) > _MAX_PATH_BYTES and os.access(tmp, os.W_OK):
+        parent = tmp
     return Path(parent, f"amp-{uuid.uuid4().hex[:12]}")
 
 

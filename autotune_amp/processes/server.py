@@ -88,6 +88,7 @@ class Server:
         self._origin = ""
         self._context: Any = None
         self._num_threads: int | None = None  # number set by the user's code, while this process is held at one
+        self._start_method: str | None = None  # of multiprocessing, as importing the workload left it
 
     def handle(self, command: dict[str, Any]) -> None:
         """Run one command in this process and send its result or error. The user's code may raise anything."""
@@ -113,6 +114,7 @@ class Server:
             _record_accelerator_starts()
         source = workload.import_target(target) if target else packing.unpack(packed)
         self._context = Context(source, is_template=self._is_template)
+        self._start_method = multiprocessing.get_start_method(allow_none=True)
         return self._torch_state()
 
     def open(self, device: str, num_threads: int | None) -> dict[str, Any]:
@@ -122,7 +124,7 @@ class Server:
         """
         if not self._is_template:  # a template must not use an accelerator
             make_current(device)
-        self._context.open(self._origin)
+        self._open_workload()
         state = self._torch_state()
         reason = None
         if self._is_template:
@@ -135,7 +137,7 @@ class Server:
         self._limit_to_one_thread()
         self.load(**load)
         if not _has_index(device):
-            self._context.open(self._origin)
+            self._open_workload()
             torch_state.apply(state)
             torch_state.seed(seed)
             self._context.build_before(device, self._torch_state)
@@ -151,7 +153,7 @@ class Server:
         self._context.become_worker()
         if _has_index(device):
             make_current(device)
-            self._context.open(self._origin)
+            self._open_workload()
 
     def share(self, device: str, state: dict[str, Any], seed: int) -> str | None:
         """Build the model once, as a trial would, for all children. Return why jobs cannot be forked then, or None."""
@@ -169,11 +171,19 @@ class Server:
                 state["num_threads"] = min(state["num_threads"], len(cpus))
             if hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(0, cpus)
+        if sys.platform == "linux":
+            # Spawned loader workers could not unpickle classes of the user's __main__, which is only a copy here.
+            multiprocessing.set_start_method("fork", force=True)
         typed_job = find_job(kind, job)
         self._context.is_kept = not (self._is_template or typed_job.is_alone)
         if not typed_job.builds_first:
             self._channel.send(Ready())
         return typed_job.run(self._context, self._channel.send)
+
+    def _open_workload(self) -> None:
+        """Call the user's function, which may set the start method of processes once, as in a new Python process."""
+        multiprocessing.set_start_method(self._start_method, force=True)
+        self._context.open(self._origin)
 
     def _torch_state(self) -> dict[str, Any]:
         state = torch_state.capture()
@@ -331,7 +341,7 @@ def _fork(server: Server, command: dict[str, Any], folder: str) -> int:
         os.setsid()
         _die_with(parent)
         os.environ["TMPDIR"] = tempfile.tempdir = folder
-        _enter_trial()
+        raise_oom_score()
         server.handle(command)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -388,20 +398,12 @@ def run_worker(channel: ParentChannel, server: Server, *, is_loaded: bool) -> No
         _kill_group(os.getpid())
         os._exit(1)
 
-    _enter_trial()
+    raise_oom_score()
     if not is_loaded and (load := channel.read()) is not None:  # packed bytes follow it, before any other command
         server.handle(load)
     threading.Thread(target=listen, daemon=True).start()
     while True:
         server.handle(commands.get())
-
-
-def _enter_trial() -> None:
-    raise_oom_score()
-    if sys.platform == "linux":
-        # Spawned loader workers could not unpickle classes of the user's __main__, which is only a copy in this
-        # process.
-        multiprocessing.set_start_method("fork", force=True)
 
 
 def _kill_group(pid: int) -> None:

@@ -55,6 +55,9 @@ class _ThreadWatcher(Watcher):
     def step(self, num_steps: int, step_seconds: float) -> None:
         self._calls.put(partial(self._watcher.step, num_steps, step_seconds))
 
+    def activity(self, text: str) -> None:
+        self._calls.put(partial(self._watcher.activity, text))
+
     def output(self, text: str) -> None:
         while self._calls.qsize() >= MAX_OUTPUT_CHUNKS and not self._is_closed.wait(_POLL_SECONDS):
             pass  # until the main thread has printed some of it
@@ -252,16 +255,17 @@ class WorkloadSlots(Slots[WorkloadBackend], WorkloadBackend):
         return opened
 
     def open_others(self, deadline_seconds: float) -> None:
-        """See `WorkloadBackend`."""
+        """See `WorkloadBackend`. Each slot opens it on its own device: jobs of a rank other than 0 name theirs."""
+        _, num_threads = self._open_arguments
 
-        def open_one(backend: WorkloadBackend) -> OpenResult:
-            backend.load(deadline_seconds)
-            return backend.open(*self._open_arguments, deadline_seconds)
+        def open_one(runner: _SlotRunner[WorkloadBackend]) -> OpenResult:
+            runner.backend.load(deadline_seconds)
+            return runner.backend.open(runner.slot.device, num_threads, deadline_seconds)
 
         runners = [self._runner_at(slot) for slot in self.slots[1:]]
         others = [
             self.wait_for(future)
-            for future in [self._run_in_thread(runner, partial(open_one, runner.backend)) for runner in runners]
+            for future in [self._run_in_thread(runner, partial(open_one, runner)) for runner in runners]
         ]
         if not self._can_fork or any(opened.why_not_forked for opened in others):
             self.keep()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +20,9 @@ MAX_PROCESSES = 2  # with the process that runs jobs these are the three of a co
 
 def room_for(process_bytes: int) -> int:
     """Return how many more processes of this size fit into this host's memory; 0 with fewer than `MIN_CORES` cores."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    container = host.container_memory()
-    free_bytes = host.available_memory_bytes()
-    if container is not None:
-        free_bytes = min(free_bytes, container.available)
-    return int(free_bytes / (MEMORY_FACTOR * max(1, process_bytes))) if len(cores) >= MIN_CORES else 0
+    if host.usable_cores() < MIN_CORES:
+        return 0
+    return int(host.free_memory_bytes() / (MEMORY_FACTOR * max(1, process_bytes)))
 
 
 class Standby:

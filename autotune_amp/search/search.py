@@ -76,7 +76,7 @@ def run_search(
     """
     search = _Search(source, options, progress, folder)
     try:
-        with folder, search.devices:
+        with folder, closing(search.devices):
             recommendation = None if fingerprint is None or is_fresh else saved_recommendation_for(fingerprint)
             if recommendation is not None:
                 return recommendation

@@ -57,6 +57,7 @@ class Peers:
             yield
             self._store.add(_NUM_STEPS, training.num_steps_taken + 1)
             _accumulate_window(training)  # the others may have begun one step more
+            _wait_for_all_ranks(training)  # they still read from the store, which ends with this process
 
     def follow(self, training: BaseTraining, poll: Callable[[], None]) -> None:
         """Take steps together with rank 0 until it sets their total number in the store. Call `poll` after each."""
@@ -68,6 +69,7 @@ class Peers:
                 training.update()
                 synchronize(training.device)
                 poll()
+            _wait_for_all_ranks(training)
 
 
 @contextmanager
@@ -104,3 +106,9 @@ def _accumulate_window(training: BaseTraining) -> None:
     num_passes = training.spec.num_timed_micro_batches
     for number in range(num_passes):
         training.forward_backward(training.next_batch(), is_last=number == num_passes - 1)
+
+
+def _wait_for_all_ranks(training: BaseTraining) -> None:
+    """Wait until every rank of the trial has called this function."""
+    dist.all_reduce(torch.zeros(1, device=training.device))
+    synchronize(training.device)

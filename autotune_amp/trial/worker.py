@@ -319,13 +319,13 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
     memory, context_seconds = prepare_process(context, spec)
     is_build_shared = context.build_memory is not None
     started = time.perf_counter()
-    with ExitStack() as stack:
-        peers = stack.enter_context(ranks.join_process_group(spec))
+    with ExitStack() as stack, ExitStack() as ranked:
+        peers = ranked.enter_context(ranks.join_process_group(spec))
         model = context.model_for(spec.candidate, torch.device(spec.device))
         training = stack.enter_context(closing(make_training(context.workload, model, spec)))
         build_seconds = time.perf_counter() - started
         if peers is not None:
-            stack.enter_context(peers.lead_steps(training))
+            ranked.enter_context(peers.lead_steps(training))
         device = training.device
         meter = EnergyMeter(find_counter(device.type, cuda.uuid(device) if device.type == "cuda" else None))
         tell(Ready())
@@ -374,6 +374,7 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
         measurement = outcome({})
         if spec.ending_seconds is None or not isinstance(measurement, Measurement):
             return measurement
+        ranked.close()  # the other ranks end before this process may be killed
         return outcome(_run_ending(training, spec.ending_seconds, tell, measurement))
 
 

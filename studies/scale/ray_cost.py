@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -72,7 +73,7 @@ def run() -> None:
                 payload = Payload(target=f"{Path(__file__).name}:workload", path=())
                 devices = RayDevices(cluster, "cpu", 1, payload, lambda _: Watcher(), print)
                 began = time.monotonic()
-                with devices, devices.backend() as there:
+                with closing(devices), devices.backend() as there:
                     there.load(120)
                     state = there.open("cpu", 1, 120).torch_state
                     there.open_others(120)

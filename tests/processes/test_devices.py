@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,7 +16,7 @@ from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import nvml
 from autotune_amp.processes import devices
-from autotune_amp.processes.devices import Devices, GpuSlots, cpu_slots, find_gpus
+from autotune_amp.processes.devices import Devices, GpuSlots, cpu_slots, find_gpus, rank_slots
 from autotune_amp.processes.local import Slot
 from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.slots import WorkloadSlots
@@ -71,6 +72,12 @@ def test_a_card_that_cannot_be_compared_or_is_not_there_is_refused(
         find_gpus(devices)
 
 
+def test_more_ranks_than_cards_are_refused_with_the_number_of_cards(host: Any) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        rank_slots(5, "cuda")
+    assert "--ranks 4" in refused.value.next_step
+
+
 def test_without_cards_the_option_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml, "visible_uuids", tuple)
     with pytest.raises(InvalidRequestError, match="NVML"):
@@ -108,7 +115,7 @@ def test_a_card_has_one_process_that_is_kept_and_a_cpu_what_can_be_forked(
 ) -> None:
     identified(monkeypatch, device_type)
     start = Mock()
-    with Devices("auto", start, lambda _: Watcher()) as here:
+    with closing(Devices("auto", start, lambda _: Watcher())) as here:
         here.backend()
     (call,) = start.call_args_list
     assert call.args[1] == isolation
@@ -117,7 +124,7 @@ def test_a_card_has_one_process_that_is_kept_and_a_cpu_what_can_be_forked(
 def test_trials_run_on_every_card_and_the_confirmation_on_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     identified(monkeypatch, "cuda")
     start = Mock()
-    with Devices("cuda:0", start, lambda _: Watcher(), GpuSlots(GPUS)) as here, here.backend() as backend:
+    with closing(Devices("cuda:0", start, lambda _: Watcher(), GpuSlots(GPUS))) as here, here.backend() as backend:
         assert isinstance(backend, WorkloadSlots)
         assert (backend.slots, here.num_slots) == (GPUS, 3)
         start.reset_mock()
@@ -131,7 +138,7 @@ def test_trials_run_on_every_card_and_the_confirmation_on_the_first(monkeypatch:
 def test_a_single_card_is_searched_on_as_without_the_option_but_sees_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     identified(monkeypatch, "cuda")
     start = Mock()
-    with Devices("cuda:2", start, lambda _: Watcher(), GpuSlots(GPUS[2:])) as here:
+    with closing(Devices("cuda:2", start, lambda _: Watcher(), GpuSlots(GPUS[2:]))) as here:
         here.backend()
         assert here.confirmation_backend("cuda:0", shares_processes=True, num_rounds=3).slots == (Slot("cuda:0"),)
     (call,) = start.call_args_list

@@ -22,10 +22,12 @@ from msgspec.structs import replace
 from autotune_amp.core.errors import BudgetTooSmallError
 from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
+from autotune_amp.core.recommendation import Fingerprint
 from autotune_amp.core.setting import Setting
+from autotune_amp.hardware import identify
 from autotune_amp.processes.local import Isolation, LocalBackend, Payload, can_fork
 from autotune_amp.processes.process import ProcessEndedError, Watcher
-from autotune_amp.trial.jobs import Check, Describe, Trial
+from autotune_amp.trial.jobs import Check, Describe, FingerprintJob, Trial
 
 pytestmark = pytest.mark.usefixtures("nothing_left_at_once", "forked_processes")
 needs_fork = pytest.mark.skipif(not can_fork(), reason="trials are not forked here")
@@ -420,6 +422,15 @@ def test_time_that_ends_while_loading_is_a_small_budget_or_nobodys_failure(monke
         assert found.message == "the workload takes more than 6.0 s to load"
 
 
+def test_a_result_that_cannot_be_read_is_a_failure_and_a_partial_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = ProcessEndedError(Failure(kind="timeout", message="late"), so_far={"step_seconds": None})
+    for answer, kind in ((ended.so_far, "crash"), (ended, "timeout")):
+        backend, _ = scripted(monkeypatch, "kept", *READY, answer)
+        found = backend.submit(CUDA_TRIAL).result()
+        assert isinstance(found, Failure)
+        assert found.kind == kind
+
+
 SLOW = """
 import time
 import torch
@@ -447,3 +458,17 @@ def test_a_jobs_clock_starts_when_its_model_is_built(isolation: Isolation, tmp_p
         assert late.message == "the workload takes more than 1.0 s to load"
         found = opened.run(4, deadline_seconds=3.0, loading_seconds=60.0)
         assert isinstance(found, Measurement), found
+
+
+def test_a_workload_may_set_how_processes_start(tmp_path: Path) -> None:
+    """As it may in a new Python process; jobs that ran before, such as the fingerprint's, change nothing."""
+    sets = "    torch.multiprocessing.set_start_method('spawn')\n    torch.backends"
+    (tmp_path / "train.py").write_text(WORKLOAD.replace("    torch.backends", sets))
+    payload, identity = Payload(target="train:workload", path=(str(tmp_path), *sys.path)), identify("cpu")
+    with LocalBackend(payload, "kept", Listener()) as backend:
+        backend.load(60)
+        assert isinstance(
+            backend.submit(FingerprintJob(device="cpu", options={}, identity=identity)).result(), Fingerprint
+        )
+        state = backend.open("cpu", None, 60).torch_state
+        assert isinstance(backend.submit(Describe(device="cpu", torch_state=state)).result(), Description)

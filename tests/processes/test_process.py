@@ -149,3 +149,13 @@ def test_printed_text_waits_for_the_terminal_until_the_process_is_ended(monkeypa
     assert not reader.is_alive()
     assert [printing._output_chunks.get() for _ in range(2)] == ["3", "4"]
     assert printing._output_chunks.empty()
+
+
+def test_ctrl_c_while_its_compilers_end_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ending: Any = process.Process.__new__(process.Process)
+    ending.watcher, ending._program = process.Watcher(), Mock()
+    monkeypatch.setattr(process, "terminate_programs", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        ending.end()
+    ending._program.close.assert_called_once_with()
+    assert ending._is_ending

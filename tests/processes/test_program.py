@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from conftest import is_gone
 
 from autotune_amp.core.errors import RunnerError
 from autotune_amp.processes.local import LocalBackend, Payload
-from autotune_amp.processes.process import Watcher
+from autotune_amp.processes.process import Process, Watcher
 from autotune_amp.processes.program import Program, new_folder, temporary_folder
 
 pytestmark = pytest.mark.usefixtures("nothing_left_at_once")
@@ -235,7 +236,7 @@ def test_a_killed_keeper_leaves_nothing(program: Program, tmp_path: Path) -> Non
     program.popen.kill()
     program.end()
     assert is_gone(child)
-    assert program.poll() == -signal.SIGKILL
+    assert program.wait(0) == -signal.SIGKILL
     program.close()
     assert not (tmp_path / "folder").exists()
 
@@ -243,9 +244,9 @@ def test_a_killed_keeper_leaves_nothing(program: Program, tmp_path: Path) -> Non
 def test_a_status_can_be_asked_for_more_than_once_and_the_folder_stays_until_the_close() -> None:
     null, folder = subprocess.DEVNULL, new_folder()
     program = Program([sys.executable, "-c", "exit(3)"], os.environ, folder, stdin=null, stdout=null, stderr=null)
-    assert program.poll() is None
+    assert program.wait(0) is None
     program.start()
-    assert [program.wait(GONE_SECONDS), program.wait(), program.poll()] == [3, 3, 3]
+    assert [program.wait(GONE_SECONDS), program.wait(), program.wait(0)] == [3, 3, 3]
     assert folder.is_dir()
     program.close()
     assert not folder.exists()
@@ -277,3 +278,43 @@ def test_what_a_process_was_compiling_is_gone_with_it(tmp_path: Path) -> None:
     temporary, cache = (tmp_path / "said").read_text().splitlines()
     assert not Path(temporary).parent.exists()
     assert Path(cache).is_dir()
+
+
+def test_a_keeper_finds_this_package_where_only_an_import_hook_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hook of an editable install in the user's own site folder, which the keeper's Python does not read."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not Path(entry, "autotune_amp").is_dir()])
+    null = subprocess.DEVNULL
+    program = Program(["true"], os.environ, new_folder(), stdin=null, stdout=null, stderr=null)
+    program.start()
+    try:
+        assert program.wait(GONE_SECONDS) == 0
+    finally:
+        program.close()
+
+
+def test_an_import_path_may_have_what_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    with temporary_folder() as folder:
+        assert folder.is_dir()
+    refused = Mock(side_effect=RunnerError("no process", "Wait."))
+    monkeypatch.setattr("autotune_amp.processes.process.Program", refused)
+    with pytest.raises(RunnerError):
+        Process("kept", {}, Watcher())
+
+
+@pytest.mark.parametrize(
+    ("default", "is_tmp_writable", "parent"),
+    [("/scratch/x", True, "/scratch/x"), ("/" + 50 * "x", True, "/tmp"), ("/" + 50 * "x", False, "/" + 50 * "x")],
+)
+def test_a_folder_of_a_long_path_is_used_where_tmp_is_not_writable(
+    default: str, is_tmp_writable: bool, parent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", default)
+    monkeypatch.setattr(os, "access", lambda *_: is_tmp_writable)
+    assert str(new_folder().parent) == parent

@@ -88,8 +88,22 @@ def loss(model, batch):
 def parts():
     return Workload(Parts, loss, lambda size: torch.randn(size, 4), lambda p: torch.optim.SGD(p, lr=0.03))
 
+def evaluate(model):
+    time.sleep(1000)
+
 def workload():
-    return Workload(Net, loss, lambda size: torch.randn(size, 4), lambda p: torch.optim.SGD(p, lr=0.03))
+    optimizer = lambda p: torch.optim.SGD(p, lr=0.03)
+    return Workload(Net, loss, lambda size: torch.randn(size, 4), optimizer, evaluate=evaluate)
+
+class SlowOnRank1(torch.optim.SGD):
+    def step(self):
+        if dist.is_initialized() and dist.get_rank() == 1:
+            time.sleep(0.5)
+        super().step()
+
+def uneven():
+    optimizer = lambda p: SlowOnRank1(p, lr=0.03)
+    return Workload(Net, loss, lambda size: torch.randn(size, 4), optimizer)
 
 def loop():
     def build():
@@ -244,6 +258,20 @@ def test_a_port_that_was_taken_meanwhile_is_not_the_trial_s_failure(
         monkeypatch.setattr("autotune_amp.processes.ranks.free_port", lambda: ports.pop(0))
         assert isinstance(shared.run(4), Measurement)
     assert ports == []
+
+
+def test_an_evaluation_that_is_too_long_leaves_the_measurement(shared: Opened) -> None:
+    """The other ranks have ended by then: they would lose rank 0, which is killed."""
+    found = shared.run(4, ending_seconds=1.0)
+    assert isinstance(found, Measurement), found
+    assert "evaluate" in (found.ending_problem or "")
+
+
+def test_a_rank_may_take_longer_for_its_last_step(tmp_path: Path) -> None:
+    opened = Opened(tmp_path, function="uneven")
+    with opened.backend:
+        found = opened.run(4)
+    assert isinstance(found, Measurement), found
 
 
 @pytest.mark.parametrize("is_alone", [False, True])

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.devices import cpu_slots
-from autotune_amp.processes.local import CompletedHandle, LocalBackend, Payload, Slot
+from autotune_amp.processes.local import CompletedHandle, LocalBackend, OpenResult, Payload, Slot
 from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.slots import Slots, WorkloadSlots
 from autotune_amp.trial.jobs import Check, Trial
@@ -241,3 +242,36 @@ def test_a_job_that_prints_without_end_leaves_time_for_ticks_and_may_be_closed()
     slots.submit(1000)
     slots.close()
     assert terminal.num_taken == 2000
+
+
+def test_each_slot_opens_the_workload_on_its_own_device() -> None:
+    opened: list[str] = []
+
+    def make(slot: Slot, watcher: Watcher) -> Any:
+        def open_on(device: str, num_threads: int | None, deadline_seconds: float) -> OpenResult:
+            opened.append(device)
+            return OpenResult({}, None)
+
+        return Mock(open=open_on)
+
+    places = [Slot(f"cuda:{number}", f"cuda:{number}") for number in range(2)]
+    with WorkloadSlots(places, make, lambda _: Watcher()) as backend:
+        backend.open("auto", None, 60.0)
+        backend.open_others(60.0)
+    assert opened == ["auto", "cuda:1"]
+
+
+def test_what_a_job_is_doing_arrives_too() -> None:
+    listener = Mock(Watcher)
+
+    def make(slot: Slot, watcher: Watcher) -> Any:
+        def submit(job: Any, slot: Slot | None) -> CompletedHandle:
+            watcher.activity("evaluating")
+            return CompletedHandle(job)
+
+        return Mock(submit=submit)
+
+    slots = Slots([Slot("cpu")], make, lambda _: listener)
+    slots.submit(None).result()
+    slots.close()
+    listener.activity.assert_called_once_with("evaluating")

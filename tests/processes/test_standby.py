@@ -381,7 +381,7 @@ def test_jobs_of_one_device_stand_by_and_closing_its_place_ends_all(tmp_path: Pa
         beside._room_for = lambda _: 2
         return LocalBackend(payload, isolation or "kept", watcher, environment, slot, beside)
 
-    with Devices("cpu", start, lambda _: Watcher()) as place, place.backend() as backend:
+    with closing(Devices("cpu", start, lambda _: Watcher())) as place, place.backend() as backend:
         backend.load(60)
         state, _, _ = backend.open("cpu", None, 60)
         job: Job[Any] = Trial(
@@ -394,11 +394,24 @@ def test_jobs_of_one_device_stand_by_and_closing_its_place_ends_all(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("cores", "free_bytes", "container_bytes", "number"),
-    [(4, 200, None, 1), (3, 200, None, 0), (16, 199, None, 0), (16, 900, 150, 0), (16, 900, 400, 2)],
+    ("cores", "quota", "free_bytes", "container_bytes", "number"),
+    [
+        (4, None, 200, None, 1),
+        (3, None, 200, None, 0),
+        (16, None, 199, None, 0),
+        (16, None, 900, 150, 0),
+        (16, None, 900, 400, 2),
+        (16, 2.0, 900, 400, 0),
+        (16, 4.0, 900, 400, 2),
+    ],
 )
 def test_there_is_room_with_four_cores_and_twice_the_memory(
-    cores: int, free_bytes: int, container_bytes: int | None, number: int, monkeypatch: pytest.MonkeyPatch
+    cores: int,
+    quota: float | None,
+    free_bytes: int,
+    container_bytes: int | None,
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from autotune_amp.hardware import host
 
@@ -406,4 +419,5 @@ def test_there_is_room_with_four_cores_and_twice_the_memory(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     monkeypatch.setattr(host, "available_memory_bytes", lambda: free_bytes)
     monkeypatch.setattr(host, "container_memory", lambda: limited)
+    monkeypatch.setattr(host, "container_cpus", lambda: quota)
     assert standby.room_for(100) == number

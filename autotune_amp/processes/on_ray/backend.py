@@ -136,14 +136,9 @@ class _NodeHandle:
         """See `Handle`. A node is lost if its disk is full or it cannot load the workload again."""
         progress = self._backend.call("run", self._job.kind(), msgspec.to_builtins(self._job))
         self.start_seconds = progress.start_seconds
-        answer = progress.answer
-        if not (isinstance(answer, dict) and answer.get("outcome") == "failure"):
-            try:
-                return convert_result(self._job, answer)
-            except msgspec.ValidationError as error:
-                return Failure(kind="crash", message=f"its result cannot be read: {error}")
-        failure = msgspec.convert(answer, Failure)
-        text = f"{failure.message}{failure.details}"
-        if any(message in text for message in _NODE_FAILURES) and _SHARED_MEMORY_FILE not in text:
-            raise self._backend.lost(failure.message.splitlines()[0])
-        return failure
+        result = convert_result(self._job, progress.answer)
+        if isinstance(result, Failure):
+            text = f"{result.message}{result.details}"
+            if any(message in text for message in _NODE_FAILURES) and _SHARED_MEMORY_FILE not in text:
+                raise self._backend.lost(result.message.splitlines()[0])
+        return result

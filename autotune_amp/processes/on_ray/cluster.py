@@ -24,6 +24,7 @@ from autotune_amp.core.errors import ClusterLostError, InvalidRequestError
 from autotune_amp.interruption import heed
 from autotune_amp.processes.on_ray.messages import NodeSetup, NodeShare, Reply, Request, pack
 from autotune_amp.processes.process import TICK_SECONDS
+from autotune_amp.processes.program import import_path
 
 SILENT_SECONDS = 30.0  # after so long without an answer a node is lost; a healthy one answers within half a second
 REACH_SECONDS = 10.0  # for the TCP connection that tests whether a server listens at the cluster's address
@@ -73,7 +74,7 @@ class Cluster:
         self._socket, driver_socket = socket.socketpair()
         self._connection = Connection(os.dup(self._socket.fileno()))
         self._popen = subprocess.Popen(  # noqa: S603 - this interpreter and a module of this package
-            [sys.executable, "-c", _DRIVER, json.dumps(sys.path), str(driver_socket.fileno())],
+            [sys.executable, "-c", _DRIVER, json.dumps(import_path()), str(driver_socket.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=self._driver_output,
             stderr=self._driver_output,
@@ -166,12 +167,6 @@ class Cluster:
                 return future.result()
             if time.monotonic() > deadline:
                 raise NodeProcessLostError(f"it did not answer within {limit_seconds:.0f} s")
-
-    def wait_one_tick(self, tick: Callable[[], None]) -> None:
-        """Call `tick` and sleep for `TICK_SECONDS`. Raises `KeyboardInterrupt` after Ctrl-C or SIGTERM."""
-        heed()
-        tick()
-        time.sleep(TICK_SECONDS)
 
     def close(self) -> None:
         """Close the connection and wait for the driver to exit, which ends the processes on the nodes."""

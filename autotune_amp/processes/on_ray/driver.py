@@ -17,7 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.processes.on_ray.messages import Node, NodeShare, RemoteError, Reply, Request, pack
+from autotune_amp.processes.on_ray.messages import Node, NodeShare, Reply, Request, pack, request_error
 from autotune_amp.processes.on_ray.node import NodeActor
 
 _MAX_CHARACTERS = 600
@@ -128,10 +128,10 @@ class Driver:
 
 def _failed(number: int, error: BaseException) -> Reply:
     if isinstance(error, ray.exceptions.RayTaskError):  # raised by the actor's code, not by Ray
-        return Reply(number=number, error=RemoteError.of(error.cause or error))
+        return Reply(number=number, error=request_error(error.cause or error))
     if isinstance(error, ray.exceptions.RayError):
         return Reply(number=number, lost=_line(error))
-    return Reply(number=number, error=RemoteError.of(error))
+    return Reply(number=number, error=request_error(error))
 
 
 def _line(error: BaseException) -> str:

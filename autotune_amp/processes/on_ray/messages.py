@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from autotune_amp.core import errors
 from autotune_amp.core.errors import AutotuneAmpError, RunnerError
 from autotune_amp.core.hardware import DeviceIdentity
+from autotune_amp.core.job import RequestError
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,30 +54,10 @@ class CallProgress(msgspec.Struct, frozen=True, kw_only=True):
     output: str
     is_over: bool
     answer: Any = None
-    error: RemoteError | None = None
+    error: RequestError | None = None
     abilities: list[str] = []
     is_build_shared: bool = False
     start_seconds: float | None = None
-
-
-class RemoteError(msgspec.Struct, frozen=True, kw_only=True):
-    """Error as it is sent to another process."""
-
-    kind: str
-    message: str
-    next_step: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> RemoteError:
-        """Return the message for an exception. Other types than `AutotuneAmpError` become a `RunnerError`."""
-        if not isinstance(error, AutotuneAmpError):
-            error = RunnerError(f"{type(error).__name__}: {error}", "See the logs of Ray on that node.")
-        return cls(kind=type(error).__name__, message=error.message, next_step=error.next_step)
-
-    def exception(self) -> AutotuneAmpError:
-        """Return the exception to raise."""
-        kind: type[AutotuneAmpError] = getattr(errors, self.kind, RunnerError)
-        return kind(self.message, self.next_step)
 
 
 class ProcessDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,8 +82,15 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     body: bytes = b""
-    error: RemoteError | None = None
+    error: RequestError | None = None
     lost: str | None = None
+
+
+def request_error(error: BaseException) -> RequestError:
+    """Return the message for an exception. Other types than `AutotuneAmpError` become a `RunnerError`."""
+    if not isinstance(error, AutotuneAmpError):
+        error = RunnerError(f"{type(error).__name__}: {error}", "See the logs of Ray on that node.")
+    return RequestError(type(error).__name__, error.message, error.next_step)
 
 
 def pack(value: Any) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -15,10 +14,12 @@ import msgspec
 from autotune_amp import __version__
 from autotune_amp.core.job import find_job
 from autotune_amp.hardware import identify
-from autotune_amp.processes.devices import make_ranked_backend, rank_slots
-from autotune_amp.processes.local import Isolation, LocalBackend, Payload, WorkloadBackend
-from autotune_amp.processes.on_ray.messages import CallProgress, NodeSetup, ProcessDescription, RemoteError, pack
+from autotune_amp.processes.devices import rank_slots
+from autotune_amp.processes.local import Isolation, LocalBackend, Payload, Slot, WorkloadBackend
+from autotune_amp.processes.on_ray.messages import CallProgress, NodeSetup, ProcessDescription, pack, request_error
 from autotune_amp.processes.process import Watcher
+from autotune_amp.processes.program import import_path
+from autotune_amp.processes.ranks import RankedBackend
 
 PROGRESS_SECONDS = 0.5  # longest wait of a call for progress; one call for each step would slow the job down
 
@@ -56,7 +57,7 @@ class NodeActor:
             if value is not None:
                 os.environ[name] = value
         # The working directory that the search sent is importable, as with `python -m`.
-        path = tuple(dict.fromkeys((str(Path.cwd()), *sys.path)))
+        path = tuple(dict.fromkeys((str(Path.cwd()), *import_path())))
         self._payload = Payload(target=self._setup.target, packed=self._setup.packed, path=path)
         self._recorder = _ProgressRecorder()
         # A single thread for everything: a backend does one thing at a time.
@@ -92,7 +93,7 @@ class NodeActor:
             msgspec.structs.replace(
                 progress,
                 answer=None if error is not None else self._work.result(),
-                error=None if error is None else RemoteError.of(error),
+                error=None if error is None else request_error(error),
                 abilities=[] if backend is None else sorted(backend.abilities),
                 is_build_shared=backend is not None and backend.is_build_shared,
                 start_seconds=self._start_seconds,
@@ -108,16 +109,15 @@ class NodeActor:
 
     def _make(self, isolation: Isolation | None, environment: dict[str, str] | None, device: str) -> None:
         self._close()
-        num_ranks = self._setup.num_ranks
 
-        def start(watcher: Watcher, isolation: Isolation | None, *others: Any) -> WorkloadBackend:
-            return LocalBackend(self._payload, isolation, watcher, *others)
+        def start(slot: Slot | None, watcher: Watcher) -> WorkloadBackend:
+            return LocalBackend(self._payload, isolation, watcher, environment, slot)
 
-        if num_ranks > 1:
-            ranks = rank_slots(num_ranks, identify(device).type)
-            self._backend = make_ranked_backend(ranks, start, self._recorder, isolation, environment)
+        if self._setup.num_ranks > 1:
+            ranks = rank_slots(self._setup.num_ranks, identify(device).type)
+            self._backend = RankedBackend(ranks, start, self._recorder)
         else:
-            self._backend = start(self._recorder, isolation, environment)
+            self._backend = start(None, self._recorder)
 
     def _load(self, deadline_seconds: float) -> Any:
         return self._required_backend.load(deadline_seconds)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -15,17 +15,15 @@ from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, Work
 from autotune_amp.core.hardware import DeviceIdentity
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import Fingerprint
+from autotune_amp.interruption import heed
 from autotune_amp.processes.devices import ConfirmationBackend, WatcherFactory
 from autotune_amp.processes.local import Isolation, OpenResult, Payload, Slot, SlotLostError, WorkloadBackend
 from autotune_amp.processes.on_ray.backend import NodeBackend
 from autotune_amp.processes.on_ray.cluster import Cluster
 from autotune_amp.processes.on_ray.fleet import Fleet
-from autotune_amp.processes.process import Watcher
+from autotune_amp.processes.process import TICK_SECONDS, Watcher
 from autotune_amp.processes.slots import Slots, WorkloadSlots
 from autotune_amp.trial.jobs import FingerprintJob
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 T = TypeVar("T")
 START_SECONDS = 60.0  # wait for the first process on a node, and for another one after the last was lost
@@ -249,7 +247,9 @@ class RayDevices:
             self._fleet.take_started_slots()
             if self._fleet.is_up:
                 until = min(until, time.monotonic() + GATHER_SECONDS)
-            self._cluster.wait_one_tick(tick)
+            heed()
+            tick()
+            time.sleep(TICK_SECONDS)
         if not self._fleet.is_up:
             device_name = "CPU" if self.device == "cpu" else "GPU"
             raise InvalidRequestError(
@@ -289,12 +289,6 @@ class RayDevices:
     def close(self) -> None:
         """End the processes on the nodes and the connection."""
         self._cluster.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.close()
 
     def _make_node_backend(
         self, slot: Slot, watcher: Watcher, isolation: Isolation | None, environment: dict[str, str]
