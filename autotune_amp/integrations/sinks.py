@@ -39,7 +39,7 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.text import one_line
 from autotune_amp.distributed import place
 from autotune_amp.integrations.service_address import checked_address, request_headers, send
-from autotune_amp.runtime.sinks import MAX_WAITING, MetricValues, Sink
+from autotune_amp.runtime.sinks import MAX_WAITING, BatchSink, MetricValues, Sink
 from autotune_amp.runtime.status import BEFORE, METRICS, MOVE, PREFIX, REASON
 
 P = ParamSpec("P")
@@ -193,7 +193,7 @@ def http(server: str, token: str | None = None, *, name: str | None = None) -> S
     return poster
 
 
-class _RunPoster:
+class _RunPoster(BatchSink):
     """Sink that posts the metrics of one run. Each has a number, by which the service knows what came twice."""
 
     def __init__(self, server: str, headers: dict[str, str], name: str) -> None:
@@ -206,12 +206,13 @@ class _RunPoster:
     def __repr__(self) -> str:
         return f"http({self.address!r})"
 
-    def __call__(self, values: MetricValues) -> None:
+    def send(self, batch: Sequence[MetricValues]) -> None:
         """Post metrics, with those that could not be posted before. Raises `OSError` if that fails."""
-        texts = {name: value[:MAX_TEXT] if isinstance(value, str) else value for name, value in values.items()}
-        posted = {name.removeprefix(PREFIX): value for name, value in texts.items()}
-        self._unsent.append({"number": self._num_values, **posted})
-        self._num_values += 1
+        for values in batch:
+            texts = {name: value[:MAX_TEXT] if isinstance(value, str) else value for name, value in values.items()}
+            posted = {name.removeprefix(PREFIX): value for name, value in texts.items()}
+            self._unsent.append({"number": self._num_values, **posted})
+            self._num_values += 1
         while self._unsent:
             first = list(itertools.islice(self._unsent, MAX_POSTED))
             try:

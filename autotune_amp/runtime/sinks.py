@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 log = logging.getLogger("autotune_amp.runtime")
@@ -22,6 +22,18 @@ Sink: TypeAlias = Callable[[MetricValues], object]
 
 MAX_WAITING = 256  # metrics queued for a sink
 _END_SECONDS = 5.0  # for delivering the rest when the run is over
+
+
+class BatchSink:
+    """Base class of sinks that take all metrics that wait for them at once, in order, instead of one by one."""
+
+    def __call__(self, values: MetricValues) -> None:
+        """Deliver the metrics of one update."""
+        self.send([values])
+
+    def send(self, batch: Sequence[MetricValues]) -> None:
+        """Deliver metrics."""
+        raise NotImplementedError
 
 
 class SinkThread:
@@ -64,10 +76,21 @@ class SinkThread:
 
 
 def _deliver(sink: Sink, waiting: queue.Queue[MetricValues | None]) -> None:
-    has_warned = False
-    while (metrics := waiting.get()) is not None:
+    has_warned = is_over = False
+    while not is_over:
+        batch = [waiting.get()]
+        if isinstance(sink, BatchSink):
+            with contextlib.suppress(queue.Empty):
+                while batch[-1] is not None:
+                    batch.append(waiting.get_nowait())
+        is_over = batch[-1] is None
+        if not (given := [metrics for metrics in batch if metrics is not None]):
+            return
         try:
-            sink(metrics)
+            if isinstance(sink, BatchSink):
+                sink.send(given)
+            else:
+                sink(given[0])
         except BaseException:  # whatever the user's code raises, even SystemExit: the next metrics are still delivered
             if not has_warned:
                 log.warning("The sink %r raised; the training goes on.", sink, exc_info=True)
