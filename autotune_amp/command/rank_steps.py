@@ -161,8 +161,8 @@ class Rank:
     def warm_steps(self) -> list[Step]:
         """Return the primary steps from the last warm-up step on.
 
-        Steps on batches that loader workers prefetched before the first step are left out, as are the skipped steps in
-        which a GradScaler finds its scale. If the process ended before its step time was steady, or soon after, the
+        Steps on batches that workers of training loaders prefetched before the first step are left out, as are the
+        skipped steps in which a GradScaler finds its scale. If the process ended before its step time was steady, or soon after, the
         shortest warm-up is assumed.
         """
         steps, num_warmup = self.primary_steps, self._num_warmup_steps()
@@ -170,9 +170,8 @@ class Rank:
             return []
         if self.has_ended and num_warmup is not None and len(steps) < num_warmup + NUM_WARMUP_STEPS:
             num_warmup = None
-        num_prefetched = max(
-            (loader.num_workers * (loader.prefetch_factor or 0) for loader in self.loaders.values()), default=0
-        )
+        loaders = [self.loaders[index] for index in self.training_loaders if index in self.loaders]
+        num_prefetched = max((each.num_workers * (each.prefetch_factor or 0) for each in loaders), default=0)
         num_skips = sum(1 for _ in takewhile(lambda step: step.is_skipped, steps))
         first = max((num_warmup or NUM_WARMUP_STEPS) - 1, min(num_skips, MAX_SKIPS))
         return [step for step in steps[first:] if step.num_batches >= num_prefetched]
