@@ -162,8 +162,8 @@ class Rank:
         """Return the primary steps from the last warm-up step on.
 
         Steps on batches that workers of training loaders prefetched before the first step are left out, as are the
-        skipped steps in which a GradScaler finds its scale. If the process ended before its step time was steady, or soon after, the
-        shortest warm-up is assumed.
+        skipped steps in which a GradScaler finds its scale. If the process ended before its step time was steady, or
+        soon after, the shortest warm-up is assumed.
         """
         steps, num_warmup = self.primary_steps, self._num_warmup_steps()
         if num_warmup is None and not self.has_ended:

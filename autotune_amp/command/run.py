@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from autotune_amp.command.running import INJECTED
+from autotune_amp.command.settable import left_to_script, raise_if_fp8
 from autotune_amp.command.startable import with_agent_on_path
 from autotune_amp.core.command_template import TRIAL_PLACEHOLDERS, CommandTemplate
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
@@ -26,13 +27,14 @@ _ANY_TEXT = "\0"  # in place of a value that differs from trial to trial
 
 
 class CommandStart(NamedTuple):
-    """Arguments of the command to start, the values `outside` that the agent sets, and its settings `files` to write,
-    text by path.
+    """Arguments of the command to start, the values `outside` that the agent sets, its settings `files` to write, text
+    by path, and the labels of the recommended values that are `left_out`.
     """
 
     arguments: tuple[str, ...]
     outside: dict[str, Any]
     files: dict[str, str]
+    left_out: tuple[str, ...] = ()
 
 
 def start(command: Sequence[str], path: Path) -> NoReturn:
@@ -42,10 +44,11 @@ def start(command: Sequence[str], path: Path) -> NoReturn:
     started.
     """
     recommendation = Recommendation.load(path)
-    arguments, outside, files = command_to_start(command, recommendation, path)
-    for file, text in files.items():
+    started = command_to_start(command, recommendation, path)
+    arguments = started.arguments
+    for file, text in started.files.items():
         write_atomically(Path(file), text)
-    variables = environment(outside, recommendation, path, os.environ)
+    variables = environment(started, recommendation, path, os.environ)
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -60,8 +63,9 @@ def command_to_start(command: Sequence[str], recommendation: Recommendation, pat
     """Return the command with its placeholders filled and the agent in each PYTHONPATH that it sets, its filled
     settings files, and the agent's values: those recommended that the command does not contain.
 
-    Raises `InvalidRequestError` if a placeholder such as `{trial_dir}` is left, which exists only in trials, or if the
-    command lacks a recommended argument of its own, and `WorkloadError` if a shell script replaces PYTHONPATH.
+    Raises `InvalidRequestError` if a placeholder such as `{trial_dir}` is left, which exists only in trials, if the
+    command lacks a recommended argument of its own, or if it had to be set to fp8, and `WorkloadError` if a shell
+    script replaces PYTHONPATH.
     """
     config, workload = recommendation.config, recommendation.workload
     searched = recommendation.command_template
@@ -97,11 +101,13 @@ def command_to_start(command: Sequence[str], recommendation: Recommendation, pat
         if name not in names_in_command
         and (getattr(config, name) != getattr(today, name) or (searched and name in searched.placeholders))
     }
+    raise_if_fp8(outside.get("precision"))
     if "batch_size" in outside and workload:
         outside["batch_size"] = max(1, config.batch_size // workload.num_sharing)  # the agent sets that of each rank
         if workload.loader:
             outside["maker"] = workload.loader
-    return CommandStart(with_agent_on_path(arguments, INJECTED, files), outside, files)
+    left_out = tuple(config.labelled([name]) for name in left_to_script(config, names_in_command))
+    return CommandStart(with_agent_on_path(arguments, INJECTED, files), outside, files, left_out)
 
 
 def missing_arguments(
@@ -168,11 +174,12 @@ def _apart(words: Sequence[str]) -> list[str]:
 
 
 def environment(
-    outside: Mapping[str, Any], recommendation: Recommendation, path: Path, inherited: Mapping[str, str]
+    started: CommandStart, recommendation: Recommendation, path: Path, inherited: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the environment variables for the command: inherited, recommended, and those that load the agent."""
     agent = {
-        "outside": outside,
+        "outside": started.outside,
+        "left_out": started.left_out,
         "controller": {"path": str(path.resolve()), "device": recommendation.hardware.identity.type},
     }
     return {

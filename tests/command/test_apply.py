@@ -253,6 +253,7 @@ def test_what_cannot_be_applied(forked_apply: Apply, tmp_path: Path) -> None:
     assert run(["apply"]) == 2
     placeholder = forked_apply([sys.executable, "train.py", "--bs", "{batch_size=8}"], fails=True)["error"]
     assert "{batch_size}" in placeholder["message"]
+    assert "prepare" in forked_apply([sys.executable, "train.py"], precision="fp8", fails=True)["error"]["next_step"]
     failing = [sys.executable, "-c", "import torch; raise ValueError('the moon')"]
     assert "the moon" in forked_apply(failing, fails=True)["error"]["message"]
 

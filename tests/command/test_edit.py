@@ -191,6 +191,13 @@ def test_a_script_that_keeps_its_total_is_not_told_to_accumulate(keeps: bool) ->
     assert any("backward passes" in each.what for each in found.by_hand) is not keeps
 
 
+def test_what_no_call_sets_is_left_to_the_user() -> None:
+    found = edited("", compile="default", pin_memory="on", allocator="expandable_segments", pinned_modules=["norm"])
+    said = [each.what for each in found.by_hand]
+    assert [word in " ".join(said) for word in ("compiled", "prepare", "pin_memory=True", "norm")] == [True] * 4
+    assert len(said) == 3
+
+
 def test_a_script_that_reads_its_arguments_itself() -> None:
     text = "size = 32\nexec(open('config.py').read())\nDataLoader(data, size)\n"
     found = edited(

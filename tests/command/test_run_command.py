@@ -132,11 +132,12 @@ def test_one_line_says_what_was_set_and_where(run: Run, tmp_path: Path) -> None:
 
 def test_what_could_not_be_set_is_said(run: Run) -> None:
     script = LOOP.format(before="", step=PLAIN).replace("batch_size=8, shuffle=True", "batch_sampler=[[1] * 8] * 4")
-    done = run(script, recommendation("fp16", loss_scale=LossScale()))
+    done = run(script, recommendation("fp16", loss_scale=LossScale(), memory_format="channels_last"))
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
     assert "NOT set: batch size 16" in line
     assert "NOT set: precision fp16, since no GradScaler" in line
+    assert "NOT set: channels_last" in line
 
 
 def test_the_exit_code_is_the_commands(tmp_path: Path) -> None:
@@ -209,16 +210,29 @@ def test_what_the_command_says_itself_is_not_set_from_outside() -> None:
         ("python", "train.py", "--bs", "16"),
         {"precision": "bf16"},
         {},
+        (),
     )
     words = recommendation(
         line=CommandTemplate.of("python train.py {precision=32-true}", values={"bf16": "bf16-mixed", "fp32": "32-true"})
     )
     assert command_to_start(["python", "train.py", "{precision=32-true}"], words, path)[0][-1] == "bf16-mixed"
     assert command_to_start(["python", "train.py", "--bs", "16"], found, path)[1] == {"precision": "bf16"}
-    plain, outside, _ = command_to_start(["python", "train.py"], found, path)
+    plain, outside, *_ = command_to_start(["python", "train.py"], found, path)
     assert (plain, outside) == (("python", "train.py"), {"precision": "bf16", "batch_size": 16})
     with pytest.raises(InvalidRequestError, match="trial_dir"):
         command_to_start(["python", "train.py", "{trial_dir}"], found, path)
+
+
+def test_what_only_a_line_of_the_script_can_set_is_named_and_fp8_refused() -> None:
+    path = Path("study/recommendation.json")
+    found = recommendation(compile="default", num_workers=4, pinned_modules=["norm"], allocator="expandable_segments")
+    named = command_to_start(["python", "train.py"], found, path).left_out
+    assert [word in "; ".join(named) for word in ("pinned", "4 loader workers", "compiled")] == [True] * 3
+    assert len(named) == 3
+    with pytest.raises(InvalidRequestError, match=r"fp8(.|\n)*prepare"):
+        command_to_start(["python", "train.py"], recommendation("fp8"), path)
+    line = CommandTemplate.of("python train.py --amp {precision=fp32}")
+    assert command_to_start(["python", "train.py", "--amp", "fp8"], recommendation("fp8", 8, line), path).outside == {}
 
 
 def test_a_command_that_sets_the_path_of_python_is_set_from_outside_too() -> None:
@@ -265,7 +279,7 @@ def test_the_command_that_is_printed_starts_as_it_is_and_with_more_words(searche
         (*printed, "--epochs", "100"),
         [*printed[:2], "--port=1", "--seed=16", "--cfg=study/c.yaml"],
     ):
-        assert command_to_start(words, searched_file, path) == (tuple(words), {}, {})
+        assert command_to_start(words, searched_file, path) == (tuple(words), {}, {}, ())
     with pytest.raises(InvalidRequestError, match="loss=huber"):  # another file of this name
         command_to_start(["python", "train.py", "--cfg", "prod/c.yaml"], searched_file, path)
 

@@ -23,6 +23,7 @@ from autotune_amp.command.editing.edit import CommandFacts, Edit, ManualChange, 
 from autotune_amp.command.messages import Site, Torch
 from autotune_amp.command.rank_steps import Rank
 from autotune_amp.command.ranks import RunEvents
+from autotune_amp.command.settable import raise_if_fp8
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.errors import InvalidRequestError, StudyError, WorkloadError
 from autotune_amp.core.job import Deadlines
@@ -97,8 +98,9 @@ def apply(
     start of each phase.
 
     Raises `WorkloadError` if the steps cannot be observed, or with `write` if the copy did not run as expected;
-    `InvalidRequestError` if the command has placeholders for a setting.
+    `InvalidRequestError` if the command has placeholders for a setting, or if fp8 is recommended.
     """
+    raise_if_fp8(recommended.config.precision)
     placeholders = sorted(line.placeholders.keys() & Setting.__struct_fields__ - line.argument_values.keys())
     if placeholders:
         raise InvalidRequestError(

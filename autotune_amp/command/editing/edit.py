@@ -15,8 +15,10 @@ import msgspec
 
 from autotune_amp.command.editing.script import Flag, Script, Splice, apply_splices
 from autotune_amp.command.messages import Site
+from autotune_amp.command.settable import left_to_script
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.precisions import Precision
+from autotune_amp.core.setting import LOADER_ARGUMENTS
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _LIGHTNING_PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -123,9 +125,18 @@ def edit(sources: Mapping[str, str], facts: CommandFacts, config: AmpConfig, com
 
 
 def _changes_outside_scripts(config: AmpConfig) -> Iterator[ManualChange]:
-    """Yield the instructions for settings that no call sets: modules kept in fp32 and environment variables."""
+    """Yield the instructions for settings that no edited call sets: modules kept in fp32, variants of the training,
+    and environment variables.
+    """
     if config.pinned_modules:
         yield ManualChange(where="the model", what=f"keep the modules {', '.join(config.pinned_modules)} in fp32")
+    for name in left_to_script(config, handled=("pinned_modules", "num_workers")):
+        if name in LOADER_ARGUMENTS:
+            argument = f"{name}={config.loader_arguments[name]}"
+            yield ManualChange(where="the DataLoader", what=f"set {argument}")
+        else:
+            what = f"set up {config.labelled([name])}, as `model, optimizer = prepare(config, model, optimizer)` does"
+            yield ManualChange(where="the script", what=what)
     for name, value in config.environment.items():
         yield ManualChange(where="the command", what=f"set {name}={value} before it")
 
