@@ -58,7 +58,8 @@ class CommandFacts(msgspec.Struct, frozen=True, kw_only=True):
     `today` is its setting, `device` the type of its device ("cuda"), `sites` the calls that create its loaders,
     autocast regions, scalers and framework objects, and `step_line` the call of the optimizer's step; lines are
     ``path:line`` with absolute paths. `arguments` are the command-line arguments of the training process. With
-    `keeps_effective_batch_size` the script itself accumulates to a fixed effective batch size.
+    `keeps_effective_batch_size` the script itself accumulates to a fixed effective batch size. `num_sharing` ranks
+    divide a batch among them; sizes are those of all of them.
     """
 
     today: RunSetting
@@ -67,6 +68,7 @@ class CommandFacts(msgspec.Struct, frozen=True, kw_only=True):
     step_line: str
     arguments: tuple[str, ...]
     keeps_effective_batch_size: bool = False
+    num_sharing: int = 1
 
 
 class ManualChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -270,21 +272,23 @@ class _Editor:
     def _loader_changes(self, name: str, value: object) -> Iterator[tuple[ManualChange, _Change]]:
         """Yield the changes that set ``batch_size`` or ``num_workers`` in the calls that create the data loaders."""
         loaders = [site for site in self.facts.sites if site.kind in _LOADERS]
+        # The user sets the size of one rank; a literal that the script divides by the ranks is that of all.
+        shown = self.config.batch_size // self.facts.num_sharing if name == "batch_size" else value
         if not loaders:
             where = next((site.line for site in self._sites_of("forward")), self.facts.step_line)
             yield _manual_change(
                 where,
-                f"no DataLoader was observed: use batches of {value} samples here"
+                f"no DataLoader was observed: use batches of {shown} samples here"
                 if name == "batch_size"
                 else f"{name}={value}",
             )
         for site in loaders:
             if name == "batch_size" and site.values.get(name) is None:
                 yield _manual_change(
-                    site.line, f"its dataset or sampler makes the batches: set its batch size to {value}"
+                    site.line, f"its dataset or sampler makes the batches: set its batch size to {shown}"
                 )
             else:
-                yield self._change(site, name, str(value))
+                yield self._change(site, name, str(value), by_hand=str(shown))
 
     def _region_changes(self) -> Iterator[tuple[ManualChange, _Change]]:
         """Yield the changes of ``enabled`` and ``dtype`` in the script's autocast calls, and those of its GradScalers.
@@ -364,18 +368,19 @@ class _Editor:
         path, _, line = site.line.rpartition(":")
         return self.scripts.get(path), int(line or 0)
 
-    def _change(self, site: Site, name: str, value: str) -> tuple[ManualChange, _Change]:
+    def _change(self, site: Site, name: str, value: str, by_hand: str | None = None) -> tuple[ManualChange, _Change]:
         """Return the change that sets the argument `name` of an observed call to `value`, Python source, preceded by
-        its instruction for the user. If a parser of command-line arguments made the call, the command is changed.
+        its instruction for the user, with the value `by_hand` if that differs. If a parser of command-line arguments
+        made the call, the command is changed.
         """
-        manual = ManualChange(where=site.line, what=f"{site.name}({name}={value})")
+        manual = ManualChange(where=site.line, what=f"{site.name}({name}={by_hand or value})")
         if site.maker:
             prefix = next((begin for maker, begin in _PREFIX_BY_PARSER.items() if site.maker.startswith(maker)), None)
             if prefix is None:
                 return manual, msgspec.structs.replace(manual, what=f"{manual.what}, which {site.maker} makes")
-            files = [each for each in self.facts.arguments if each.endswith((".json", ".yaml", ".yml"))]
-            if files:
-                return manual, ManualChange(where=files[0], what=f"{name}: {value}")
+            file = _settings_file(self.facts.arguments)
+            if file is not None:
+                return manual, ManualChange(where=file, what=f"{name}: {value}")
             return manual, Flag(option=prefix + name, value=str(ast.literal_eval(value)))
         script, line = self._script(site)
         call = None if script is None else script.call(line, site.end, site.name)
@@ -394,6 +399,16 @@ class _Editor:
         if isinstance(change, list) and value.startswith("torch.") and not script.imports("torch"):
             change += script.insert_import("torch", "import torch")
         return manual, change
+
+
+def _settings_file(arguments: Sequence[str]) -> str | None:
+    """Return the file from which a parser of command-line arguments reads them: the only argument, or the value of
+    ``--config``; None without one.
+    """
+    words = [part for word in arguments for part in word.split("=", 1)]
+    values = [word for option, word in pairwise(words) if option in ("--config", "-c")]
+    files = values or list(arguments if len(arguments) == 1 else ())
+    return next((each for each in files if each.endswith((".json", ".yaml", ".yml"))), None)
 
 
 def _manual_change(where: str, what: str) -> tuple[ManualChange, ManualChange]:
