@@ -436,7 +436,8 @@ class CommandBackend(WorkloadBackend):
         if device.partition(":")[0] not in types:
             raise WorkloadError(
                 f"The command trains on {' and '.join(sorted(types))}, but the search is for {device}.",
-                f"Give --device {min(types)}, or make the command use the device.",
+                f"Give --device {min(types)}, or make the command use the device. FSDP2's CPUOffloadPolicy, which keeps "
+                "all parameters on the CPU, is not supported.",
             )
 
     def _require_time(self, job: Describe, events: RunEvents, run_began: float, began: float) -> None:

@@ -6,6 +6,7 @@ import ast
 import fcntl
 import resource
 import socket
+import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -434,6 +435,17 @@ def test_the_memory_that_is_left_is_told_with_an_error(monkeypatch: pytest.Monke
     failed = Mock(side_effect=RuntimeError("CUDA error: device-side assert triggered"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", failed)
     assert observer._free_memory_share() is None
+
+
+def test_an_optimizer_on_the_cpu_trains_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSpeed's offload has it; the device here is one that every machine has."""
+    monkeypatch.setattr(os, "register_at_fork", Mock())
+    channel = Mock()
+    observing = observer.Observer(channel)
+    observing._report_loaded(torch.nn.Linear(8, 1, device="meta").parameters)
+    observing.index_of(torch.optim.SGD(torch.nn.Linear(8, 1).parameters()))
+    assert observing.device.type == "meta"
+    assert channel.send.call_args.kwargs["devices"] == ["meta"]
 
 
 def test_a_loss_on_an_accelerator_is_kept_there_until_a_step_is_settled() -> None:

@@ -161,8 +161,8 @@ class Observer:
         if self._is_loaded:
             return
         self._is_loaded = True
-        device = next((p.device for p in parameters() if p.device.type != "cpu"), torch.device("cpu"))
-        self.channel.send("loaded", device=device.type, **_device_memory(device), **where.rank())
+        self.device = next((p.device for p in parameters() if p.device.type != "cpu"), self.device)
+        self.channel.send("loaded", device=self.device.type, **_device_memory(self.device), **where.rank())
         if self.is_held:
             self.channel.wait_for_go()
 
@@ -350,7 +350,9 @@ class Observer:
         }
 
     def _report_optimizer(self, optimizer: Any) -> None:
-        """Give a new optimizer its index, take its parameters' device as that of the training, and report both."""
+        """Give a new optimizer its index, and report it with the devices of the training: those of its parameters,
+        unless they are on the CPU and the model on another device, as with DeepSpeed's offload.
+        """
         parameters = passes.parameters_of(optimizer)
         self._optimizers.append(weakref.ref(optimizer))
         self._num_steps_of.append(0)
@@ -362,7 +364,7 @@ class Observer:
             name=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
             num_parameters=_num_by_dtype(parameters),
             num_frozen=_num_by_dtype(untrained.values()),
-            devices=sorted({str(p.device) for p in parameters}),
+            devices=sorted({str(p.device) for p in parameters if p.device.type != "cpu"} or {str(self.device)}),
             is_fused=any(group.get("fused") for group in optimizer.param_groups),
             line=where.user_line(),
             uses_tf32=self.device.type == "cuda"
