@@ -18,7 +18,7 @@ from autotune_amp.command.messages import Set
 from autotune_amp.command.rank_steps import Rank
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.core.setting import Setting
@@ -68,6 +68,18 @@ def raise_if_fp8(precision: object) -> None:
             "The recommendation is fp8, whose layers only a line of the script can set up.",
             "Write `model, optimizer = prepare(config, model, optimizer)` and the controller in the script: "
             "`autotune-amp show` prints the lines.",
+        )
+
+
+def raise_if_data_parallel(rank: Rank) -> None:
+    """Raise `WorkloadError` if a Trainer of Transformers put its model in ``nn.DataParallel``, and so multiplied its
+    batch size by the number of visible GPUs.
+    """
+    num_gpus = max((int(switch.today.get("n_gpu", 0)) for switch in rank.switches), default=0)
+    if num_gpus > 1:
+        raise WorkloadError(
+            f"Without a launcher, Transformers' Trainer multiplies its batch size by the {num_gpus} GPUs that it sees.",
+            f"Start it with `torchrun --nproc_per_node {num_gpus}` in place of python, or set CUDA_VISIBLE_DEVICES=0.",
         )
 
 

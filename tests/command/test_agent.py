@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import fcntl
+import os
 import resource
 import socket
-import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

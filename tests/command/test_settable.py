@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from autotune_amp.command.settable import (
     keeps_effective_batch_size,
     missing_placeholders,
     probing_setting,
+    raise_if_data_parallel,
     unsettable,
 )
 from autotune_amp.core.command_template import CommandTemplate
+from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
@@ -71,6 +74,14 @@ def seen(
         for number in range(10)
     ]  # fmt: skip
     return rank
+
+
+@pytest.mark.parametrize(("num_gpus", "is_refused"), [(0, False), (1, False), (2, True)])
+def test_a_trainer_that_multiplies_its_batch_by_the_gpus_is_refused(num_gpus: int, is_refused: bool) -> None:
+    rank = seen(in_framework=("batch_size",))
+    rank.switches[0] = replace(rank.switches[0], today={"n_gpu": num_gpus})
+    with pytest.raises(WorkloadError, match="torchrun") if is_refused else nullcontext():
+        raise_if_data_parallel(rank)
 
 
 @pytest.mark.parametrize(
