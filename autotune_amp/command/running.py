@@ -110,7 +110,7 @@ class CommandRun:
             write_kept(self._made_list, kept)
             (self._folder / TRIAL_DIR).mkdir()
             for path, text in (files or {}).items():
-                Path(path).write_text(text)
+                Path(path).write_bytes(text.encode())
             self._processes.start()
             self._is_running = True
         except BaseException:
