@@ -86,7 +86,6 @@ class Rank:
     pid: int
     rank: int = 0
     world: int = 1
-    host: str = ""
     optimizers: dict[int, messages.Optimizer] = field(default_factory=dict)
     loaders: dict[str, messages.Loader] = field(default_factory=dict)
     scalers: list[messages.Scaler] = field(default_factory=list)
@@ -103,7 +102,7 @@ class Rank:
         self.has_ended = isinstance(message, (messages.Exit, messages.ConnectionClosed))
         match message:
             case messages.Optimizer():
-                self.rank, self.world, self.host = message.rank, message.world, message.host
+                self.rank, self.world = message.rank, message.world
                 self.optimizers[message.index] = message
             case messages.Loader():
                 self.loaders[message.index] = message

@@ -28,7 +28,7 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 
 TODAY = Setting(precision="fp32", batch_size=8)
-OF_RANK: dict[str, Any] = {"pid": 1, "time": 0.0, "rank": 0, "world": 1, "local_rank": 0}
+OF_RANK: dict[str, Any] = {"pid": 1, "time": 0.0, "rank": 0, "world": 1}
 
 
 def seen(
@@ -44,8 +44,8 @@ def seen(
     """A rank that took ten steps, one a second, each of so many `batches` of `samples` each."""
     rank = Rank(1)
     rank.optimizers[0] = messages.Optimizer(
-        **OF_RANK, index=0, name="SGD", num_parameters={"float32": 9}, devices=("cpu",), is_fused=False,
-        uses_tf32=False, line="t.py:1", num_threads=1, host="here",
+        **OF_RANK, index=0, name="SGD", num_parameters={"float32": 9}, devices=("cpu",),
+        uses_tf32=False, line="t.py:1",
     )  # fmt: skip
     if has_loader:
         rank.loaders["0"] = messages.Loader(
@@ -53,7 +53,7 @@ def seen(
             prefetch_factor=None, shuffles=True, num_samples=100,
         )  # fmt: skip
     if has_scaler:
-        rank.scalers.append(messages.Scaler(pid=1, time=0.0, is_enabled=False, maker="t.py:f:2", line="t.py:2"))
+        rank.scalers.append(messages.Scaler(pid=1, time=0.0))
     if in_framework:
         names = dict.fromkeys(in_framework, "argument")
         rank.switches.append(

@@ -10,7 +10,6 @@ import atexit
 import functools
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import weakref
@@ -365,12 +364,9 @@ class Observer:
             num_parameters=_num_by_dtype(parameters),
             num_frozen=_num_by_dtype(untrained.values()),
             devices=sorted({str(p.device) for p in parameters if p.device.type != "cpu"} or {str(self.device)}),
-            is_fused=any(group.get("fused") for group in optimizer.param_groups),
             line=where.user_line(),
             uses_tf32=self.device.type == "cuda"
             and getattr(torch.backends.cuda.matmul, "fp32_precision", "") == "tf32",
-            num_threads=torch.get_num_threads(),
-            host=socket.gethostname(),
             **where.rank(),
         )
 
@@ -476,7 +472,6 @@ def _report_process(channel: Channel) -> None:
         arguments=sys.argv,
         parent_pid=os.getppid(),
         folder=os.getcwd(),
-        torch=torch.__version__,
         worker=multiprocessing.current_process().name if is_multiprocessing_child else None,
         **where.rank(),
     )
