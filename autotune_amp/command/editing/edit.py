@@ -332,10 +332,7 @@ class _Editor:
                 yield manual, manual
             elif not {(each.path, each.start) for each in wrapped[1:]} <= {(each.path, each.start) for each in added}:
                 added += wrapped
-                yield (
-                    manual,
-                    wrapped + ([] if script.imports("torch") else script.insert_import("torch", "import torch")),
-                )
+                yield manual, wrapped + script.import_torch()
         if not added and not self._sites_of("forward"):
             yield _manual_change(self.facts.step_line, f"put the forward pass in {self.config.precision} autocast")
         yield from self._scaler_changes()
@@ -347,14 +344,14 @@ class _Editor:
         value = '"high"' if self.config.precision == "tf32" else '"highest"'
         statement = f"torch.set_float32_matmul_precision({value})"
         manual = ManualChange(where=self.facts.step_line, what=f"before training, {statement}")
-        calls = [change for script in self.scripts.values() for change in script.calls_of(_TF32_SWITCH)]
+        calls = [(script, call) for script in self.scripts.values() for call in script.calls_of(_TF32_SWITCH)]
         if len(calls) == 1:
             script, call = calls[0]
             yield manual, script.change(call, "precision", value, ("precision",), self.facts.arguments) or manual
             return
         step_script = self.scripts.get(self.facts.step_line.rpartition(":")[0])
         has_other = bool(calls) or any(_TF32_FLAG in script.text for script in self.scripts.values())
-        inserted = [] if step_script is None or has_other else step_script.insert_below_imports("torch", statement)
+        inserted = [] if step_script is None or has_other else step_script.insert_below_imports(statement)
         yield manual, inserted or manual
 
     def _is_within_call(self, site: Site, splices: list[Splice]) -> bool:
@@ -396,8 +393,8 @@ class _Editor:
             replaced = "" if argument is None else f", in place of {script.source(argument)}"
             manual = msgspec.structs.replace(manual, what=manual.what + replaced)
             return manual, manual
-        if isinstance(change, list) and value.startswith("torch.") and not script.imports("torch"):
-            change += script.insert_import("torch", "import torch")
+        if isinstance(change, list) and value.startswith("torch."):
+            change += script.import_torch()
         return manual, change
 
 
