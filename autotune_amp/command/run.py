@@ -106,7 +106,7 @@ def command_to_start(command: Sequence[str], recommendation: Recommendation, pat
         outside["batch_size"] = max(1, config.batch_size // workload.num_sharing)  # the agent sets that of each rank
         if workload.loader:
             outside["maker"] = workload.loader
-    left_out = tuple(config.labelled([name]) for name in left_to_script(config, names_in_command))
+    left_out = tuple(config.labelled([name]).removeprefix("with ") for name in left_to_script(config, names_in_command))
     return CommandStart(with_agent_on_path(arguments, INJECTED, files), outside, files, left_out)
 
 

@@ -137,7 +137,7 @@ def _changes_outside_scripts(config: AmpConfig) -> Iterator[ManualChange]:
             argument = f"{name}={config.loader_arguments[name]}"
             yield ManualChange(where="the DataLoader", what=f"set {argument}")
         else:
-            what = f"set up {config.labelled([name])}, as `model, optimizer = prepare(config, model, optimizer)` does"
+            what = f"{config.labelled([name])}: `model, optimizer = prepare(config, model, optimizer)` sets it up"
             yield ManualChange(where="the script", what=what)
     for name, value in config.environment.items():
         yield ManualChange(where="the command", what=f"set {name}={value} before it")
