@@ -5,6 +5,8 @@ Slow modules are imported by the commands that need them, so that ``--help`` is 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -142,6 +144,16 @@ def recommendation_output(recommendation: Recommendation, as_json: bool, path: P
 
     shown_path = None if path is None else path.as_posix()
     return render_to_bytes(lambda console: print_recommendation(recommendation, console, shown_path))
+
+
+def serve_until_interrupted(server: Any, as_json: bool, note: str = "Ctrl-C stops it.") -> bytes:
+    """Print the address of a `server` and a `note`, and let it serve until Ctrl-C."""
+    write_output((json.dumps({"format": 1, "url": server.url}) if as_json else server.url).encode() + b"\n")
+    if not as_json:
+        write_message(f"{note}\n")
+    with contextlib.suppress(KeyboardInterrupt):
+        server.serve_forever()
+    return b""
 
 
 def main() -> None:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune_amp.cli.app import OBJECTIVE, Folder, Json, Price, Samples, Steps, option, recommendation_output
+from autotune_amp.cli.app import (
+    OBJECTIVE,
+    Folder,
+    Json,
+    Price,
+    Samples,
+    Steps,
+    option,
+    recommendation_output,
+    serve_until_interrupted,
+)
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.report.output import json_document, write_message, write_output
 
@@ -160,18 +169,11 @@ def dashboard(
     from autotune_amp.report.files import find_study_file
 
     with open_dashboard(storage or find_study_file(folder, "study.db"), port) as server:
-        write_output((json.dumps({"format": 1, "url": server.url}) if as_json else server.url).encode() + b"\n")
-        if not as_json:
-            write_message("Ctrl-C stops it.\n")
         if not no_browser and has_display():
             import webbrowser
 
             webbrowser.open(server.url)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            return b""
-    return b""
+        return serve_until_interrupted(server, as_json)
 
 
 def _slurm_jobs(recommendation: Recommendation, study: Path, origin: str) -> Export:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated
 
-from autotune_amp.cli.app import Json, option
+from autotune_amp.cli.app import Json, option, serve_until_interrupted
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.report.output import write_message, write_output
 
 
 def serve(
@@ -33,11 +31,4 @@ def serve(
         ) from error
     settings = load_settings(config)
     with open_service(settings, read_tokens(settings, os.environ)) as service:
-        write_output((json.dumps({"format": 1, "url": service.url}) if as_json else service.url).encode() + b"\n")
-        if not as_json:
-            write_message("Ctrl-C stops it; searches that run save their best.\n")
-        try:
-            service.serve_forever()
-        except KeyboardInterrupt:
-            return b""
-    return b""
+        return serve_until_interrupted(service, as_json, "Ctrl-C stops it; searches that run save their best.")

@@ -88,8 +88,9 @@ checkpoints are not examined, `--snapshot` and `--pin` need a Workload.
   silence, are counted and reported, in `run` too. A precision is judged at weights rounded to it in both runs.
 * torchrun with DDP or FSDP2, and `mp.spawn`: all ranks together are one trial, and the slowest rank sets the rate;
   values are set as in a loop, on every rank.
-* Not supported, and reported as an error: weights updated without `torch.optim`, `python -E`, `env -i`, containers, a
-  shell script that sets PYTHONPATH without its former value.
+* Not supported, and reported as an error: weights updated without `torch.optim`, FSDP2's `CPUOffloadPolicy`,
+  `nn.DataParallel` of Transformers' Trainer (start it with torchrun), `python -E`, `env -i`, containers, a shell script
+  that sets PYTHONPATH without its former value.
 
 **Cache.** The result of a finished search is reused for the same command while these files are unchanged: those that
 the command names, those that its Python files import and its shell scripts name, and the code and settings (.py, .sh,

@@ -30,6 +30,7 @@ from autotune_amp.command.settable import (
     missing_placeholders,
     note_on_values_set,
     probing_setting,
+    raise_if_data_parallel,
     unsettable,
 )
 from autotune_amp.core.command_template import CommandTemplate
@@ -180,6 +181,7 @@ class CommandBackend(WorkloadBackend):
             )
         if isinstance(first, Failure):
             return first
+        raise_if_data_parallel(first[0])
         rank, completed = self._choose_sample_counting(today, first, job)
         self._require_device(job.device, rank)
         loader = measure.training_loader(rank)
@@ -436,7 +438,8 @@ class CommandBackend(WorkloadBackend):
         if device.partition(":")[0] not in types:
             raise WorkloadError(
                 f"The command trains on {' and '.join(sorted(types))}, but the search is for {device}.",
-                f"Give --device {min(types)}, or make the command use the device.",
+                f"Give --device {min(types)}, or make the command use the device. FSDP2's CPUOffloadPolicy, by which "
+                "all parameters stay on the CPU, is not supported.",
             )
 
     def _require_time(self, job: Describe, events: RunEvents, run_began: float, began: float) -> None:

@@ -121,7 +121,7 @@ def _names_script(arguments: list[str], switch: Switch) -> bool:
     script = PurePath(switch.script)
     if PurePath(arguments[0]).name == script.parent.parent.name == "trl":  # trl sft runs trl/scripts/sft.py
         return arguments[1:2] == [script.stem]
-    if any(PurePath(argument).name == script.name for argument in arguments):
+    if any(PurePath(argument).name == script.name and " " not in argument for argument in arguments):
         return True
     return any(flag == "-m" and module.rpartition(".")[2] == script.stem for flag, module in pairwise(arguments))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from autotune_amp.core.documents import cause, decode, read_file
+from autotune_amp.core.documents import cause, read_file
 from autotune_amp.core.errors import FormatError
 from autotune_amp.core.recommendation import write_atomically
 
@@ -154,10 +154,11 @@ def load_kept(path: Path) -> tuple[str, ...]:
     Raises `FormatError` if the file is damaged.
     """
     try:
-        files = decode(read_file(path), dict[str, list[int] | None])
+        content = json.loads(read_file(path))  # names that are not UTF-8 have surrogates, which msgspec refuses
+        files = msgspec.convert(content, dict[str, list[int] | None])
     except FileNotFoundError:
         return ()
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # msgspec's is a ValueError too
         raise FormatError(
             f"{path} is damaged: {cause(error)}.", "Delete it: it only lists files that trials created."
         ) from error
@@ -218,7 +219,7 @@ def shortened_list(paths: Iterable[str]) -> str:
     """Return a text that lists the first `MAX_LISTED` paths. Of a folder with more than `MAX_LISTED_IN_FOLDER` of them,
     only their number is listed.
     """
-    all_paths = [Path(path) for path in paths]
+    all_paths = [Path(os.fsencode(path).decode(errors="replace")) for path in paths]
     num_in = Counter(path.parent for path in all_paths)
     names = [str(path) for path in all_paths if num_in[path.parent] <= MAX_LISTED_IN_FOLDER]
     names += [f"{num} in {folder}" for folder, num in num_in.items() if num > MAX_LISTED_IN_FOLDER]

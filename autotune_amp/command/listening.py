@@ -92,7 +92,6 @@ def _decoding_error(pid: int, line: bytes, error: Exception) -> Error:
         time=time.monotonic(),
         rank=0,
         world=1,
-        local_rank=0,
         types=("MessageError",),
         message=f"a message of the agent cannot be read: {error}",
         traceback=line.decode(errors="replace"),

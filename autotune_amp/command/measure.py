@@ -159,18 +159,20 @@ def description(rank: Rank, name: str, today: Setting, began: float, num_sharing
         weighs_passes=True,
         num_ranks=rank.world,
         num_sharing=num_sharing,
-        counted_flops=_counted_flops(rank, today),
+        counted_flops=_counted_flops(rank, today.effective_batch_size // num_sharing),
     )
 
 
-def _counted_flops(rank: Rank, today: Setting) -> CountedFlops | None:
-    """Return the floating-point operations of a step of one rank with the setting `today`; None without a count."""
+def _counted_flops(rank: Rank, num_samples: int) -> CountedFlops | None:
+    """Return the floating-point operations of a step of one rank, which is of `num_samples` where no loader yields
+    them; None without a count.
+    """
     counted = rank.flops
     if counted is None:
         return None
     return CountedFlops(
         flops=None if counted.problem else counted.flops,
-        num_samples=counted.num_samples or today.effective_batch_size,  # no loader yields them
+        num_samples=counted.num_samples or num_samples,
         num_positions=counted.num_positions or None,
         problem=counted.problem,
     )

@@ -17,7 +17,6 @@ class AgentMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="event")
 class _OfRank(AgentMessage, frozen=True, kw_only=True):
     rank: int
     world: int
-    local_rank: int
 
 
 class Hello(AgentMessage, frozen=True, kw_only=True, tag="hello"):
@@ -35,7 +34,6 @@ class Torch(_OfRank, frozen=True, kw_only=True, tag="torch"):
     arguments: tuple[str, ...]
     parent_pid: int
     folder: str
-    torch: str
     worker: str | None
 
 
@@ -51,11 +49,8 @@ class Optimizer(_OfRank, frozen=True, kw_only=True, tag="optimizer"):
     num_parameters: dict[str, int]
     num_frozen: dict[str, int] = {}
     devices: tuple[str, ...]
-    is_fused: bool
     uses_tf32: bool
     line: str
-    num_threads: int
-    host: str
 
 
 class Loader(AgentMessage, frozen=True, kw_only=True, tag="loader"):
@@ -74,11 +69,7 @@ class Loader(AgentMessage, frozen=True, kw_only=True, tag="loader"):
 
 
 class Scaler(AgentMessage, frozen=True, kw_only=True, tag="scaler"):
-    """Message that a GradScaler was created; `maker` and `line` as in `Loader`. A disabled scaler does nothing."""
-
-    is_enabled: bool
-    maker: str
-    line: str
+    """Message that a GradScaler was created, enabled or not."""
 
 
 class Site(AgentMessage, frozen=True, kw_only=True, tag="site"):
@@ -198,8 +189,8 @@ class Switch(AgentMessage, frozen=True, kw_only=True, tag="switch"):
     """Message that an object of a framework's class `owner` was created whose arguments set the training.
 
     `arguments` maps fields of a setting to arguments of `owner`, `today` to their values, if given; of
-    TrainingArguments also ``optim`` and ``gradient_checkpointing``. `parser` is the
-    parser that read them from the command line of `script`, "" if there is none.
+    TrainingArguments also ``optim``, ``gradient_checkpointing`` and ``n_gpu``. `parser` is the parser that read them
+    from the command line of `script`, "" if there is none.
     """
 
     owner: str

@@ -86,7 +86,6 @@ class Rank:
     pid: int
     rank: int = 0
     world: int = 1
-    host: str = ""
     optimizers: dict[int, messages.Optimizer] = field(default_factory=dict)
     loaders: dict[str, messages.Loader] = field(default_factory=dict)
     scalers: list[messages.Scaler] = field(default_factory=list)
@@ -103,7 +102,7 @@ class Rank:
         self.has_ended = isinstance(message, (messages.Exit, messages.ConnectionClosed))
         match message:
             case messages.Optimizer():
-                self.rank, self.world, self.host = message.rank, message.world, message.host
+                self.rank, self.world = message.rank, message.world
                 self.optimizers[message.index] = message
             case messages.Loader():
                 self.loaders[message.index] = message
@@ -161,18 +160,17 @@ class Rank:
     def warm_steps(self) -> list[Step]:
         """Return the primary steps from the last warm-up step on.
 
-        Steps on batches that loader workers prefetched before the first step are left out, as are the skipped steps in
-        which a GradScaler finds its scale. If the process ended before its step time was steady, or soon after, the
-        shortest warm-up is assumed.
+        Steps on batches that workers of training loaders prefetched before the first step are left out, as are the
+        skipped steps in which a GradScaler finds its scale. If the process ended before its step time was steady, or
+        soon after, the shortest warm-up is assumed.
         """
         steps, num_warmup = self.primary_steps, self._num_warmup_steps()
         if num_warmup is None and not self.has_ended:
             return []
         if self.has_ended and num_warmup is not None and len(steps) < num_warmup + NUM_WARMUP_STEPS:
             num_warmup = None
-        num_prefetched = max(
-            (loader.num_workers * (loader.prefetch_factor or 0) for loader in self.loaders.values()), default=0
-        )
+        loaders = [self.loaders[index] for index in self.training_loaders if index in self.loaders]
+        num_prefetched = max((each.num_workers * (each.prefetch_factor or 0) for each in loaders), default=0)
         num_skips = sum(1 for _ in takewhile(lambda step: step.is_skipped, steps))
         first = max((num_warmup or NUM_WARMUP_STEPS) - 1, min(num_skips, MAX_SKIPS))
         return [step for step in steps[first:] if step.num_batches >= num_prefetched]

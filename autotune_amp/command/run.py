@@ -6,18 +6,35 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+import msgspec
 
 from autotune_amp.command.running import INJECTED
+from autotune_amp.command.settable import left_to_script, raise_if_fp8
 from autotune_amp.command.startable import with_agent_on_path
 from autotune_amp.core.command_template import TRIAL_PLACEHOLDERS, CommandTemplate
 from autotune_amp.core.errors import InvalidRequestError, WorkloadError
-from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.core.recommendation import Recommendation, write_atomically
 from autotune_amp.core.setting import Setting
+
+_ANY_TEXT = "\0"  # in place of a value that differs from trial to trial
+
+
+class CommandStart(NamedTuple):
+    """Arguments of the command to start, the values `outside` that the agent sets, its settings `files` to write, text
+    by path, and the labels of the recommended values that are `left_out`.
+    """
+
+    arguments: tuple[str, ...]
+    outside: dict[str, Any]
+    files: dict[str, str]
+    left_out: tuple[str, ...] = ()
 
 
 def start(command: Sequence[str], path: Path) -> NoReturn:
@@ -27,8 +44,11 @@ def start(command: Sequence[str], path: Path) -> NoReturn:
     started.
     """
     recommendation = Recommendation.load(path)
-    arguments, outside = command_to_start(command, recommendation, path)
-    variables = environment(outside, recommendation, path, os.environ)
+    started = command_to_start(command, recommendation, path)
+    arguments = started.arguments
+    for file, text in started.files.items():
+        write_atomically(Path(file), text)
+    variables = environment(started, recommendation, path, os.environ)
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -39,33 +59,22 @@ def start(command: Sequence[str], path: Path) -> NoReturn:
         ) from error
 
 
-def _contains(arguments: Sequence[str], words: Sequence[str]) -> bool:
-    """Return whether a command has these words as successive arguments, or one word as in ``--option=WORD``."""
-    successive = (list(arguments[first : first + len(words)]) for first in range(len(arguments)))
-    is_value = len(words) == 1 and any(argument.endswith(f"={words[0]}") for argument in arguments)
-    return bool(words) and (is_value or list(words) in successive)
+def command_to_start(command: Sequence[str], recommendation: Recommendation, path: Path) -> CommandStart:
+    """Return the command with its placeholders filled and the agent in each PYTHONPATH that it sets, its filled
+    settings files, and the agent's values: those recommended that the command does not contain.
 
-
-def command_to_start(
-    command: Sequence[str], recommendation: Recommendation, path: Path
-) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return the command with its placeholders filled and the agent in each PYTHONPATH that it sets, and the agent's
-    values: those recommended that the command does not contain.
-
-    Raises `InvalidRequestError` if a placeholder such as `{trial_dir}` is left, which exists only in trials, or if the
-    command lacks a recommended argument of its own, and `WorkloadError` if a shell script replaces PYTHONPATH.
+    Raises `InvalidRequestError` if a placeholder such as `{trial_dir}` is left, which exists only in trials, if the
+    command lacks a recommended argument of its own, or if it had to be set to fp8, and `WorkloadError` if a shell
+    script replaces PYTHONPATH.
     """
     config, workload = recommendation.config, recommendation.workload
     searched = recommendation.command_template
-    searched_files = searched.files if searched else {}
-    searched_arguments = None if searched is None else searched.of_setting(config, str(path.parent))[0]
-    is_filled = tuple(command) == searched_arguments  # as the recommendation prints it
-    files: list[str] = []
-    for file, _ in [] if is_filled else searched_files.items():  # a file is named by the command or by an earlier one
-        if any(file in text for text in (*command, *(searched_files[each] for each in files))):
-            files.append(file)
-    template = CommandTemplate.of(command, values=searched.values if searched else {}, files=files)
-    arguments, _ = template.of_setting(config, str(path.parent))
+    template = CommandTemplate.of(
+        command,
+        values=searched.values if searched else {},
+        files=searched.files_named_by(command) if searched else (),
+    )
+    arguments, files = template.of_setting(config, str(path.parent))
     unfilled = [
         name for name, each in template.placeholders.items() if name in TRIAL_PLACEHOLDERS and each.today is None
     ]
@@ -74,24 +83,16 @@ def command_to_start(
             f"The command has {{{unfilled[0]}}}, which no recommendation fills.",
             f"Write a value in place of {{{unfilled[0]}}}.",
         )
-    for name, value in () if is_filled else config.arguments:
-        choices = searched.placeholders[name].choices if searched and name in searched.placeholders else None
-        texts = choices or {value: value}
-        text = texts[value]
-        words = shlex.split(text)
-        others = [shlex.split(other) for other in texts.values() if other != text]
-        # Without words of its own, the value shows by the absence of those of the others.
-        is_there = _contains(arguments, words) if words else not any(_contains(arguments, other) for other in others)
-        if name not in template.placeholders and not is_there:
+    for name, (value, text) in missing_arguments(command, recommendation, path.parent).items():
+        if name not in template.placeholders:
             raise InvalidRequestError(
                 f"The recommendation has {name.lstrip('!')}={value}, which this command does not contain.",
                 (f"Write {text!r} where the command takes it" if text else "Remove the words of its other values")
                 + ", or write the placeholder of the search.",
             )
-    names_in_command = {
-        *template.placeholders,
-        *(searched.filled_names if searched and arguments == searched_arguments else ()),
-    }
+    names_in_command = template.placeholders.keys() | filled_names(command, recommendation, path.parent)
+    if searched and searched.keeps_effective_batch_size:
+        names_in_command |= {"accumulation_steps"}
     today = workload.today if workload else Setting(precision="fp32", batch_size=1)
     outside = {
         name: getattr(config, name)
@@ -100,17 +101,85 @@ def command_to_start(
         if name not in names_in_command
         and (getattr(config, name) != getattr(today, name) or (searched and name in searched.placeholders))
     }
-    if "batch_size" in outside and workload and workload.loader:
-        outside["maker"] = workload.loader
-    return with_agent_on_path(arguments, INJECTED), outside
+    raise_if_fp8(outside.get("precision"))
+    if "batch_size" in outside and workload:
+        outside["batch_size"] = max(1, config.batch_size // workload.num_sharing)  # the agent sets that of each rank
+        if workload.loader:
+            outside["maker"] = workload.loader
+    left_out = tuple(config.labelled([name]).removeprefix("with ") for name in left_to_script(config, names_in_command))
+    return CommandStart(with_agent_on_path(arguments, INJECTED, files), outside, files, left_out)
+
+
+def missing_arguments(
+    command: Sequence[str], recommendation: Recommendation, folder: Path
+) -> dict[str, tuple[str, str]]:
+    """Return the recommended values of the user's own arguments that a command does not contain, each with the words
+    that stand for it, by the name of the argument. `folder` is that of the study.
+    """
+    searched, missing = recommendation.command_template, {}
+    placeholders = searched.placeholders if searched else {}
+    filled = filled_names(command, recommendation, folder)
+    for name, value in recommendation.config.arguments:
+        choices = placeholders[name].choices if name in placeholders else None
+        text = choices[value] if choices else value
+        words = shlex.split(text)
+        if name not in filled and not (words and _contains(command, words)):
+            missing[name] = value, text
+    return missing
+
+
+def filled_names(command: Sequence[str], recommendation: Recommendation, folder: Path) -> frozenset[str]:
+    """Return the names of the placeholders of the searched command in whose places a command has the recommended
+    values: after the same option, or in the filled copy of a settings file in the study's `folder`.
+
+    A value without words of its own is there if those of the other values are not.
+    """
+    searched = recommendation.command_template
+    if searched is None:
+        return frozenset()
+    present, missing, previous = set[str](), set[str](), ""
+    for argument in searched.arguments:
+        files = {file: searched.files[file] for file in searched.files_named_by([argument])}
+        part = msgspec.structs.replace(searched, arguments=(argument,), files=files)
+        words, _ = part.of_setting(recommendation.config, str(folder), **dict.fromkeys(TRIAL_PLACEHOLDERS, _ANY_TEXT))
+        if words:
+            is_there = _contains(command, words, option=previous)
+            previous = words[-1]
+        else:
+            others = [
+                shlex.split(text) for each in part.placeholders.values() for text in (each.choices or {}).values()
+            ]
+            is_there = not any(_contains(command, other) for other in others if other)
+        (present if is_there else missing).update(part.placeholders)
+    return frozenset(present - missing)
+
+
+def _contains(command: Sequence[str], words: Sequence[str], *, option: str = "") -> bool:
+    """Return whether a command has these words as successive arguments, after `option` if that is one. Of an option
+    its value may be apart, or follow as in ``--option=value``.
+    """
+    is_value = option.startswith("-") and not words[0].startswith("-")
+    texts = [word.split(_ANY_TEXT) for word in _apart([option, *words] if is_value else words)]
+    patterns = [re.compile(".*".join(map(re.escape, parts)), re.DOTALL) for parts in texts]
+    given = _apart(command)
+    return any(
+        all(pattern.fullmatch(word) for pattern, word in zip(patterns, given[first:], strict=False))
+        for first in range(len(given) - len(patterns) + 1)
+    )
+
+
+def _apart(words: Sequence[str]) -> list[str]:
+    """Return words of a command with each ``--option=value`` as two."""
+    return [part for word in words for part in (word.split("=", 1) if word.startswith("-") else [word])]
 
 
 def environment(
-    outside: Mapping[str, Any], recommendation: Recommendation, path: Path, inherited: Mapping[str, str]
+    started: CommandStart, recommendation: Recommendation, path: Path, inherited: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the environment variables for the command: inherited, recommended, and those that load the agent."""
     agent = {
-        "outside": outside,
+        "outside": started.outside,
+        "left_out": started.left_out,
         "controller": {"path": str(path.resolve()), "device": recommendation.hardware.identity.type},
     }
     return {

@@ -91,46 +91,82 @@ class CommandRun:
         require_startable(arguments, environment.get("PATH"), files or ())
         arguments = with_agent_on_path(arguments, INJECTED, files)
         self._folder = folder or new_folder()
-        self._made_list = self._folder / "made"
+        self._made_list, self._opened_list = self._folder / "made", self._folder / "opened"
         self._aside, self._memory = aside, memory
         self._is_held = is_held
         self._is_running = False
         self.kept: tuple[str, ...] = ()
         self.created_folders: tuple[str, ...] = ()  # outside of its own folder; they may hold files of other runs
         self.stuck: tuple[str, ...] = ()
+        self._events = RunEvents()
+        self._latest_output: deque[str] = deque(maxlen=_NUM_OUTPUT_CHUNKS)
+        self._memory_bytes, self._resident_bytes_at_check, self._memory_check_time = 0, 0, 0.0
+        self._unobserved_seconds = 0.0
+        self._is_waiting = False  # whether every rank waits to train
+        self._computed_before: tuple[float, float] | None = None  # a time, and the CPU seconds of the processes then
+        self._num_kills_before = num_oom_kills()
         writable = [self._folder] if output is None else [self._folder, output.parent]
         guarded = {"free": list(map(str, writable)), "made": str(self._made_list), "opened": str(self._opened_list)}
-        settings = {"folder": str(output or self._folder), "guard": guarded, "is_held": is_held, **agent}
+        socket = str(self._folder / "socket")
+        settings = {
+            "folder": str(output or self._folder),
+            "guard": guarded,
+            "is_held": is_held,
+            **agent,
+            "socket": socket,
+        }
         keeps_leftovers = memory is not None and aside is not None
         clear_up = [*CLEAR_UP, str(self._made_list), str(aside), str(memory), time.time()] if keeps_leftovers else None
-        self._processes = _CommandProcesses(
-            arguments, environment, settings, self._folder, folders=writable[1:], when_orphaned=clear_up
+        self._program = Program(
+            arguments,
+            {
+                **environment,
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(INJECTED), environment.get("PYTHONPATH")])),
+                "AUTOTUNE_AMP_AGENT": json.dumps(settings),
+                "MLFLOW_TRACKING_URI": f"file://{self._folder}/mlruns",  # these trackers cannot be turned off
+                "MLFLOW_ALLOW_FILE_STORE": "true",  # else newer versions of MLflow refuse that address
+                "TRACKIO_DIR": f"{self._folder}/trackio",
+            },
+            self._folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            folders=writable[1:],
+            when_orphaned=clear_up,
         )
         try:
             write_kept(self._made_list, kept)
             (self._folder / TRIAL_DIR).mkdir()
             for path, text in (files or {}).items():
-                Path(path).write_text(text)
-            self._processes.start()
+                Path(path).write_bytes(text.encode())
+            self._listener = Listener(socket)
+            self._began = time.monotonic()
+            self._program.start()
+            self._reader = threading.Thread(target=self._read_output, daemon=True, name="autotune-amp output")
+            self._reader.start()
             self._is_running = True
         except BaseException:
             self.close()
             raise
-
-    @property
-    def _opened_list(self) -> Path:
-        return self._folder / "opened"
 
     def loading_outcome(self) -> Literal["loaded"] | Failure | None:
         """Return whether the held run has loaded, or why it has failed; None while it is loading.
 
         It has loaded once every rank waits, and none of its processes works any more, such as workers that fetch data.
         """
-        return self._processes.loading_outcome()
+        self._receive_messages(0.0)
+        state = self._read_state(time.monotonic(), None)
+        found = verdict(self._events, state, Deadlines(), is_enough=False, memory_limit_bytes=None)
+        if isinstance(found, Failure):
+            return found
+        ranks = {loaded.pid: loaded.world for loaded in self._events.of(Loaded)}
+        has_all_ranks = len(ranks) >= max(self._events.world, *ranks.values(), 1)
+        self._is_waiting = has_all_ranks and self._is_quiet()
+        return "loaded" if self._is_waiting else None
 
     def held_bytes(self) -> int:
         """Return the host's memory that the run's processes use, in bytes. Reading it delays them."""
-        return self._processes.held_bytes()
+        return int(_total(self._program.processes(), _proportional_bytes))
 
     def measure(
         self,
@@ -144,9 +180,9 @@ class CommandRun:
         For a run that was held, `whole_seconds` counts from now, and the first step is due as if it had just loaded.
         """
         if self._is_held:
-            deadlines = _plus(deadlines, self._processes.go())
+            deadlines = _plus(deadlines, self._go())
         try:
-            completed = self._processes.wait_for_verdict(deadlines, is_enough, watcher, memory_limit_bytes)
+            completed = self._wait_for_verdict(deadlines, is_enough, watcher, memory_limit_bytes)
         finally:
             watcher.ending()
             self._end()
@@ -159,76 +195,22 @@ class CommandRun:
             if self._is_running:
                 self._end()
         finally:
-            self._processes.close()
+            self._program.close()
+            assert self._program.popen.stdout is not None
+            self._program.popen.stdout.close()
 
     def _end(self) -> None:
         self._is_running = False
         try:
-            self._processes.end()
+            self._program.end()
+            self._listener.close()
+            self._reader.join(KILL_SECONDS)
         finally:  # also after a second Ctrl-C
             created = [entry[1:] for entry in read_entries(self._made_list) if entry[0] == "-"]
             self.created_folders = tuple(path for path in created if Path(path).is_dir())
-            self.kept, self.stuck = set_aside(self._made_list, self._aside, self._processes.data_until)
+            self.kept, self.stuck = set_aside(self._made_list, self._aside, self._data_until)
             if self._memory is not None:
                 save_kept(self._memory, self.kept, self.stuck)
-
-
-class _CommandProcesses:
-    """Processes of one run, with the threads that receive their messages and output."""
-
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        agent: Mapping[str, Any],
-        folder: Path,
-        **when_killed: Any,
-    ) -> None:
-        self._events = RunEvents()
-        self._latest_output: deque[str] = deque(maxlen=_NUM_OUTPUT_CHUNKS)
-        self._socket = str(folder / "socket")
-        self._memory_bytes, self._resident_bytes_at_check, self._memory_check_time = 0, 0, 0.0
-        self._unobserved_seconds = 0.0
-        self._is_waiting = False  # whether every rank waits to train
-        self._computed_before: tuple[float, float] | None = None  # a time, and the CPU seconds of the processes then
-        self._num_kills_before = num_oom_kills()
-        path = os.pathsep.join(filter(None, [str(INJECTED), environment.get("PYTHONPATH")]))
-        self._program = Program(
-            arguments,
-            {
-                **environment,
-                "PYTHONPATH": path,
-                "AUTOTUNE_AMP_AGENT": json.dumps({**agent, "socket": self._socket}),
-                "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",  # these trackers cannot be turned off
-                "MLFLOW_ALLOW_FILE_STORE": "true",  # else newer versions of MLflow refuse that address
-                "TRACKIO_DIR": f"{folder}/trackio",
-            },
-            folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            **when_killed,
-        )
-
-    def start(self) -> None:
-        """Start the command and the threads that receive its messages and output."""
-        self._listener = Listener(self._socket)
-        self._began = time.monotonic()
-        self._program.start()
-        self._reader = threading.Thread(target=self._read_output, daemon=True, name="autotune-amp output")
-        self._reader.start()
-
-    def loading_outcome(self) -> Literal["loaded"] | Failure | None:
-        """See `CommandRun.loading_outcome`."""
-        self._receive_messages(0.0)
-        state = self._read_state(time.monotonic(), None)
-        found = verdict(self._events, state, Deadlines(), is_enough=False, memory_limit_bytes=None)
-        if isinstance(found, Failure):
-            return found
-        ranks = {loaded.pid: loaded.world for loaded in self._events.of(Loaded)}
-        has_all_ranks = len(ranks) >= max(self._events.world, *ranks.values(), 1)
-        self._is_waiting = has_all_ranks and self._is_quiet()
-        return "loaded" if self._is_waiting else None
 
     def _is_quiet(self) -> bool:
         """Whether the processes have hardly computed since a call at least `_QUIET_SECONDS` ago."""
@@ -241,11 +223,7 @@ class _CommandProcesses:
         seconds, cpu_seconds = now - before[0], self._computed_before[1] - before[1]
         return 0 <= cpu_seconds < _QUIET_SHARE * seconds  # negative if a process has ended meanwhile
 
-    def held_bytes(self) -> int:
-        """See `CommandRun.held_bytes`."""
-        return int(_total(self._program.processes(), _proportional_bytes))
-
-    def go(self) -> float:
+    def _go(self) -> float:
         """Let the held processes train, and return the seconds in which they had loaded.
 
         From now on the run counts as begun that long ago: the time in which it was held is left out.
@@ -257,7 +235,7 @@ class _CommandProcesses:
         self._listener.send_go()
         return loading_seconds
 
-    def wait_for_verdict(
+    def _wait_for_verdict(
         self,
         deadlines: Deadlines,
         is_enough: Callable[[RunEvents], bool],
@@ -292,7 +270,7 @@ class _CommandProcesses:
             return CompletedRun(self._began, self._events, state, result if failure is None else with_advice(failure))
 
     @property
-    def data_until(self) -> float:
+    def _data_until(self) -> float:
         """Return the time (seconds since the epoch) from which on data that a run wrote may be incomplete.
 
         That is its first optimizer step, else its start. A run that waits to train has completed its data: it is now.
@@ -337,18 +315,6 @@ class _CommandProcesses:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._events.add(self._listener.messages.get(timeout=0.05))
-
-    def end(self) -> None:
-        """Kill the command and all processes that it started, and stop receiving messages and output."""
-        self._program.end()
-        self._listener.close()
-        self._reader.join(KILL_SECONDS)
-
-    def close(self) -> None:
-        """Remove the run's folder. Call it after `end`, or without a start."""
-        self._program.close()
-        assert self._program.popen.stdout is not None
-        self._program.popen.stdout.close()
 
     def _read_output(self) -> None:
         assert self._program.popen.stdout is not None

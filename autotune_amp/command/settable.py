@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from autotune_amp.command.measure import (
     FULL_PRECISIONS,
@@ -17,6 +17,8 @@ from autotune_amp.command.measure import (
 from autotune_amp.command.messages import Set
 from autotune_amp.command.rank_steps import Rank
 from autotune_amp.core.command_template import CommandTemplate
+from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.core.setting import Setting
@@ -49,6 +51,36 @@ def unsettable(line: CommandTemplate, rank: Rank) -> dict[str, str]:
             reason = "no DataLoader was seen" if loader is None else own_sampler
             reasons["batch_size"] = f"the command has no {{batch_size}}, and {reason}"
     return reasons
+
+
+def left_to_script(config: AmpConfig, handled: Collection[str] = ()) -> list[str]:
+    """Return the dimensions of a recommendation that only a line of the script can set: those that neither the agent,
+    nor an environment variable, nor `handled` sets.
+    """
+    others = {"precision", "fp8_recipe", "batch_size", "accumulation_steps", "as_found", "arguments", "allocator"}
+    return [name for name in Setting.__struct_fields__ if name not in {*others, *handled} and config.uses(name)]
+
+
+def raise_if_fp8(precision: object) -> None:
+    """Raise `InvalidRequestError` for fp8, whose layers cannot be set from outside of the script."""
+    if precision == "fp8":
+        raise InvalidRequestError(
+            "The recommendation is fp8, whose layers only a line of the script can set up.",
+            "Write `model, optimizer = prepare(config, model, optimizer)` and the controller in the script: "
+            "`autotune-amp show` prints the lines.",
+        )
+
+
+def raise_if_data_parallel(rank: Rank) -> None:
+    """Raise `WorkloadError` if a Trainer of Transformers put its model in ``nn.DataParallel``, and so multiplied its
+    batch size by the number of visible GPUs.
+    """
+    num_gpus = max((int(switch.today.get("n_gpu", 0)) for switch in rank.switches), default=0)
+    if num_gpus > 1:
+        raise WorkloadError(
+            f"Without a launcher, Transformers' Trainer multiplies its batch size by the {num_gpus} GPUs that it sees.",
+            f"Start it with `torchrun --nproc_per_node {num_gpus}` in place of python, or set CUDA_VISIBLE_DEVICES=0.",
+        )
 
 
 def missing_placeholders(

@@ -169,6 +169,15 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         own = (each for each in self.placeholders.values() if each.name not in _NAMES and each.today is not None)
         return {each.name: tuple(dict.fromkeys((str(each.today), *(each.choices or {})))) for each in own}
 
+    def files_named_by(self, words: Iterable[str]) -> tuple[str, ...]:
+        """Return the settings files that these words of a command name, or that one of these files names."""
+        named, texts = [], [*words]
+        for file, text in self.files.items():  # a file that another one names is given after it
+            if any(_pattern_of_paths([file]).search(each) for each in texts):
+                named.append(file)
+                texts.append(text)
+        return tuple(named)
+
     def first_commands(self) -> list[tuple[str, ...]]:
         """Return example commands: the present one, one with another precision, one with half the batch size, and one
         for each other value of the user's own placeholders.

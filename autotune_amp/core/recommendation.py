@@ -291,14 +291,20 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         """
         assert self.command_template is not None
         assert self.workload is not None  # a search of a command describes it
-        template = self.command_template
-        # Used for placeholders without a present value in the command.
-        example_values = {"trial_dir": "OUTPUT_DIR", "seed": 0, "port": 29500}
-        trial_values = {name: value for name, value in example_values.items() if template.today(name) is None}
-        command = shell_line(template.of_setting(self.config, study.as_posix(), **trial_values)[0])
-        if not template.outside(self.config, self.workload.today):
+        command = shell_line(self.filled_command(study)[0])
+        if not self.command_template.outside(self.config, self.workload.today):
             return False, command
         return True, f"autotune-amp run {shell_line([study.as_posix()])} -- {command}"
+
+    def filled_command(self, study: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+        """Return the searched command with the recommended values, and its filled settings files by their paths in
+        `study`. Placeholders of a trial without a present value have example values.
+        """
+        template = self.command_template
+        assert template is not None
+        example_values = {"trial_dir": "OUTPUT_DIR", "seed": 0, "port": 29500}
+        trial_values = {name: value for name, value in example_values.items() if template.today(name) is None}
+        return template.of_setting(self.config, study.as_posix(), **trial_values)
 
     def to_json(self) -> str:
         """Return the JSON document; a missing number is null, never NaN."""

@@ -16,15 +16,10 @@ def optimizer(pid: int, rank: int = 0, world: int = 1, index: int = 0, **more: A
         "name": "torch.optim.sgd.SGD",
         "num_parameters": {"float32": 10},
         "devices": ("cpu",),
-        "is_fused": False,
         "uses_tf32": False,
         "line": "train.py:1",
-        "num_threads": 1,
-        "host": "here",
     }
-    return messages.Optimizer(
-        pid=pid, time=0.0, rank=rank, world=world, local_rank=rank, index=index, **{**fields, **more}
-    )
+    return messages.Optimizer(pid=pid, time=0.0, rank=rank, world=world, index=index, **{**fields, **more})
 
 
 def loader(pid: int, index: str = "0", **more: Any) -> messages.Loader:
@@ -66,11 +61,9 @@ def torch(pid: int, rank: int = 0, world: int = 1, parent: int = 1, worker: str 
         time=0.0,
         rank=rank,
         world=world,
-        local_rank=rank,
         arguments=("train.py",),
         parent_pid=parent,
         folder="/",
-        torch="2.9",
         worker=worker,
     )
 
@@ -81,7 +74,7 @@ def hello(pid: int) -> messages.Hello:
 
 def error(pid: int, name: str, message: str, rank: int = 0, world: int = 1, **more: Any) -> messages.Error:
     fields = {"types": (name, "Exception"), "message": message, "traceback": f"Traceback\n{message}"}
-    return messages.Error(pid=pid, time=0.0, rank=rank, world=world, local_rank=rank, **{**fields, **more})
+    return messages.Error(pid=pid, time=0.0, rank=rank, world=world, **{**fields, **more})
 
 
 def closed(pid: int) -> messages.ConnectionClosed:

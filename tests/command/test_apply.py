@@ -15,8 +15,10 @@ import msgspec
 import pytest
 from commands import INJECTED, TORCHRUN
 from forked_python import ForkServer, forked_programs
+from said import trained
 
 from autotune_amp.cli import run
+from autotune_amp.command.editing.apply import _setting_of_rank
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.outcome import Description
 from autotune_amp.core.recommendation import Recommendation
@@ -114,6 +116,20 @@ def test_a_copy_that_does_something_else_is_not_written(forked_apply: Apply, tmp
     refused = forked_apply([sys.executable, "train.py"], "--write", precision="fp32", fails=True)
     assert all(word in refused["error"]["message"] for word in ("batch size", "8", "16"))
     assert (tmp_path / "train.py").read_text() == stubborn
+
+
+def test_the_batch_of_a_rank_counts_for_all_that_share_it() -> None:
+    rank = next(iter(trained([9, 9]).ranks.values()))
+    for num_sharing, batch_size in ((1, 8), (2, 16)):
+        observed = _setting_of_rank(rank, has_own_weights=False, num_sharing=num_sharing)
+        assert (observed.batch_size, observed.accumulation_steps) == (batch_size, 1)
+
+
+def test_arguments_that_the_command_has_are_not_asked_for(forked_apply: Apply, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLAIN)
+    recommended = {"precision": "fp32", "batch_size": 8, "arguments": (("attn", "eager"), ("optim", "adamw"))}
+    found = forked_apply([sys.executable, "train.py", "--attn", "eager"], **recommended)
+    assert [each["what"] for each in found["by_hand"]] == ["set optim to adamw"]
 
 
 def test_a_copy_that_fails_is_said_with_its_error(forked_apply: Apply, tmp_path: Path) -> None:
@@ -253,8 +269,11 @@ def test_what_cannot_be_applied(forked_apply: Apply, tmp_path: Path) -> None:
     assert run(["apply"]) == 2
     placeholder = forked_apply([sys.executable, "train.py", "--bs", "{batch_size=8}"], fails=True)["error"]
     assert "{batch_size}" in placeholder["message"]
-    failing = [sys.executable, "-c", "import torch; raise ValueError('the moon')"]
-    assert "the moon" in forked_apply(failing, fails=True)["error"]["message"]
+    assert "prepare" in forked_apply([sys.executable, "train.py"], precision="fp8", fails=True)["error"]["next_step"]
+    failing = [sys.executable, "-c", "import torch; open('log', 'x').close(); raise ValueError('the moon')"]
+    message = forked_apply(failing, fails=True)["error"]["message"]
+    assert "the moon" in message
+    assert "trial_leftovers" in message, "what it made is no longer in its place"
 
 
 # --- frameworks ------------------------------------------------------------------------------------------------------

@@ -191,6 +191,50 @@ def test_a_script_that_keeps_its_total_is_not_told_to_accumulate(keeps: bool) ->
     assert any("backward passes" in each.what for each in found.by_hand) is not keeps
 
 
+@pytest.mark.parametrize(
+    ("text", "said", "written"),
+    [
+        (PARSER.format("'--batch-size'").replace("batch_size)", "batch_size // 2)"), ["DataLoader(batch_size=32)"], ""),
+        ("p.add_argument('--size', default=32)\nDataLoader(data, args.size)\n", [], "default=64"),
+    ],
+)
+def test_a_rank_is_told_its_share_of_a_batch_and_an_argument_is_the_total(
+    text: str, said: list[str], written: str
+) -> None:
+    seen = site("loader", text, text[text.index("DataLoader") :].strip())
+    facts = CommandFacts(today=TODAY, device="cpu", sites=(seen,), step_line="", arguments=(), num_sharing=2)
+    found = edit({PATH: text}, facts, AmpConfig(precision="fp32", batch_size=64), ("torchrun", "train.py"))
+    assert [each.what.partition(",")[0] for each in found.by_hand] == said
+    assert written in found.texts.get(PATH, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file"),
+    [
+        (("args.json",), "args.json"),
+        (("fit", "--config", "c.yaml"), "c.yaml"),
+        (("-c=c.yaml", "--data", "d.yaml"), "c.yaml"),
+        (("--train_file", "train.json", "--model_name", "gpt2"), None),
+    ],
+)
+def test_arguments_of_a_parser_are_in_its_settings_file_or_in_the_command(
+    arguments: tuple[str, ...], file: str | None
+) -> None:
+    text = "args = parser.parse()\n"
+    seen = site("training_arguments", text, "parser.parse()", maker="transformers.hf_argparser")
+    found = edited(text, seen, command=("python", "train.py", *arguments), batch_size=64)
+    assert [each.where for each in found.by_hand] == ([file] if file else [])
+    added = () if file else ("--per_device_train_batch_size", "64")
+    assert found.command == ("python", "train.py", *arguments, *added)
+
+
+def test_what_no_call_sets_is_left_to_the_user() -> None:
+    found = edited("", compile="default", pin_memory="on", allocator="expandable_segments", pinned_modules=["norm"])
+    said = [each.what for each in found.by_hand]
+    assert [word in " ".join(said) for word in ("compiled", "prepare", "pin_memory=True", "norm")] == [True] * 4
+    assert len(said) == 3
+
+
 def test_a_script_that_reads_its_arguments_itself() -> None:
     text = "size = 32\nexec(open('config.py').read())\nDataLoader(data, size)\n"
     found = edited(

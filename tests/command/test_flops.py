@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import said
 import torch
 from commands import run
 from torch import nn
 
 from autotune_amp.command.agent.flops import FlopCounter, count_flops
 from autotune_amp.command.measure import description
+from autotune_amp.command.messages import Flops
 from autotune_amp.core.outcome import CountedFlops
 from autotune_amp.core.setting import Setting
 
@@ -107,6 +109,13 @@ def counted(folder: Path, *arguments: str) -> CountedFlops | None:
 @pytest.mark.slow
 def test_a_commands_second_step_is_counted(tmp_path: Path) -> None:
     assert counted(tmp_path) == CountedFlops(flops=2 * 2 * 4 * 8 * 2, num_samples=4, num_positions=12)
+
+
+def test_operations_without_a_loader_are_those_of_a_rank_s_share_of_the_batch() -> None:
+    (rank,) = said.trained([9]).ranks.values()
+    rank.add(Flops(pid=rank.pid, time=0.0, flops=8, problem=None, num_samples=0, num_positions=0))
+    found = description(rank, "train", Setting(precision="fp32", batch_size=4), 0.0, num_sharing=2).counted_flops
+    assert found == CountedFlops(flops=8, num_samples=2)
 
 
 @pytest.mark.slow

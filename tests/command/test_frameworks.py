@@ -91,6 +91,8 @@ def test_a_framework_is_set_in_its_arguments(tmp_path: Path, owner: str) -> None
     switch = next(each for each in today.switches if each.owner == owner)
     assert (switch.today["precision"], switch.parser) == ("fp32", SCRIPTS[owner][2])
 
+    assert switch.today.get("n_gpu") == (0 if owner == "TrainingArguments" else None)
+
     maker = next(iter(today.loaders[index].maker for index in today.training_loaders))
     rank = ran(tmp_path, owner, precision="bf16", batch_size=8, maker=maker, accumulation_steps=2)
     assert precision_of(rank) == "bf16"

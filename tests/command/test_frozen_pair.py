@@ -12,9 +12,7 @@ from autotune_amp.core.outcome import Fidelity
 
 def gradient(number: int, path: str = "low", rank: int = 0, **fields: Any) -> Gradient:
     known: dict[str, Any] = {"weights": "w", "batch": "b", "optimizer": 0, "sizes": (2, 3), **fields}
-    return Gradient(
-        pid=1, time=0.0, rank=rank, world=2, local_rank=rank, number=number, path=f"{path}{number}{rank}", **known
-    )
+    return Gradient(pid=1, time=0.0, rank=rank, world=2, number=number, path=f"{path}{number}{rank}", **known)
 
 
 def test_steps_are_paired_by_batch_and_rank() -> None:

@@ -72,7 +72,9 @@ def test_today_is_what_was_seen() -> None:
     assert arguments[2:4] == ("--bf16", "False"), "by default some take bf16"
 
 
-@pytest.mark.parametrize("command", ["bash train.sh", "bash -c 'python train.py'", "python other.py", "trl dpo"])
+@pytest.mark.parametrize(
+    "command", ["bash train.sh", "bash -c 'cd out && python /home/me/train.py'", "python other.py", "trl dpo"]
+)
 def test_a_command_whose_arguments_go_elsewhere_is_left_alone(command: str) -> None:
     line = CommandTemplate.of(command)
     assert with_placeholders(line, [TRANSFORMERS, TRL]) == (line, [])

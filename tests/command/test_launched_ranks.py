@@ -91,7 +91,7 @@ def test_steps_are_measured_once_they_have_stopped_falling() -> None:
 
 
 def test_of_a_process_that_ended_before_they_did_what_follows_the_least_warm_up_is_measured() -> None:
-    gone = Exit(pid=7, time=9.0, rank=0, world=1, local_rank=0)
+    gone = Exit(pid=7, time=9.0, rank=0, world=1)
     assert len(list(with_steps(FALLING[:6], gone).intervals())) == 6 - NUM_WARMUP_STEPS
 
 

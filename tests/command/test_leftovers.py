@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -146,6 +147,17 @@ def test_what_was_made_is_known_again_until_somebody_else_changes_it(tmp_path: P
     assert not {str(others), str(others / "b"), str(others / "c")} & set(known)
     os.utime(folder / "inner" / "a", ns=(1, 1))
     assert load_kept(tmp_path / "made.json") == ()
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its file systems refuse such names")
+def test_names_that_are_not_utf_8_are_known_again_and_can_be_shown(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    name = folder / os.fsdecode(b"caf\xe9")
+    name.write_text("ours")
+    save_kept(tmp_path / "made.json", [str(folder)])
+    assert {str(folder), str(name)} <= set(load_kept(tmp_path / "made.json"))
+    assert "caf" in shortened_list([str(name)]).encode().decode()
 
 
 def test_nothing_is_known_where_nothing_was_remembered(tmp_path: Path) -> None:

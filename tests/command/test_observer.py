@@ -56,6 +56,14 @@ def test_memory_is_that_of_every_accelerator_of_a_process(
     assert {call.args[0].index for call in synchronized.call_args_list} == {0, 1}
 
 
+def test_an_optimizer_on_the_cpu_trains_on_the_device_of_the_model(observed: observer.Observer) -> None:
+    """As DeepSpeed's offload has it; the device here is one that every machine has."""
+    observed._report_loaded(torch.nn.Linear(8, 1, device="meta").parameters)
+    observed.index_of(torch.optim.SGD(torch.nn.Linear(8, 1).parameters()))
+    assert observed.device.type == "meta"
+    assert observed.channel.send.call_args.kwargs["devices"] == ["meta"]  # type: ignore[attr-defined]
+
+
 def test_memory_is_known_on_a_mac(observed: observer.Observer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observer, "open", Mock(side_effect=FileNotFoundError), raising=False)
     monkeypatch.setattr("sys.platform", "darwin")

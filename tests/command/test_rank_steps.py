@@ -42,3 +42,13 @@ def test_steps_of_the_optimizer_that_steps_least_often(steps: Sequence[int], lin
 def test_parameters_of_an_optimizer_that_is_replaced_do_not_count() -> None:
     assert len(rank_of([0, 0, 1, 1, 2, 2], "aaa").running_optimizers) == 1
     assert len(rank_of([0, 1, 2, 0, 1, 2], "aaa").running_optimizers) == 3
+
+
+@pytest.mark.parametrize("num_drawn", [0, 1])  # of the validation loader's batches, before the first step
+def test_only_training_loaders_prefetch_the_batches_of_a_warm_up(num_drawn: int) -> None:
+    rank = Rank(1)
+    rank.add(said.optimizer(1))
+    rank.add(said.loader(1, num_workers=4, prefetch_factor=2))
+    for number in range(1, 11):
+        rank.add(said.step(1, number, num_samples={"0": 8} if num_drawn else {}, num_batches=num_drawn))
+    assert list(rank.intervals())

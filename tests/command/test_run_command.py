@@ -9,15 +9,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from forked_python import ForkServer
+from msgspec.structs import replace
 
-from autotune_amp.command.run import command_to_start
+from autotune_amp.command.run import command_to_start, start
 from autotune_amp.command.running import INJECTED
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.core.errors import InvalidRequestError
+from autotune_amp.core.errors import InvalidRequestError, WorkloadError
 from autotune_amp.core.evidence import BaselineEvidence, Evidence
 from autotune_amp.core.hardware import DeviceIdentity, DeviceMemory, Hardware
 from autotune_amp.core.outcome import Description
@@ -130,11 +132,12 @@ def test_one_line_says_what_was_set_and_where(run: Run, tmp_path: Path) -> None:
 
 def test_what_could_not_be_set_is_said(run: Run) -> None:
     script = LOOP.format(before="", step=PLAIN).replace("batch_size=8, shuffle=True", "batch_sampler=[[1] * 8] * 4")
-    done = run(script, recommendation("fp16", loss_scale=LossScale()))
+    done = run(script, recommendation("fp16", loss_scale=LossScale(), memory_format="channels_last"))
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
     assert "NOT set: batch size 16" in line
     assert "NOT set: precision fp16, since no GradScaler" in line
+    assert "NOT set: channels_last" in line
 
 
 def test_the_exit_code_is_the_commands(tmp_path: Path) -> None:
@@ -206,21 +209,35 @@ def test_what_the_command_says_itself_is_not_set_from_outside() -> None:
     assert command_to_start(["python", "train.py", "--bs", "{batch_size}"], found, path) == (
         ("python", "train.py", "--bs", "16"),
         {"precision": "bf16"},
+        {},
+        (),
     )
     words = recommendation(
         line=CommandTemplate.of("python train.py {precision=32-true}", values={"bf16": "bf16-mixed", "fp32": "32-true"})
     )
     assert command_to_start(["python", "train.py", "{precision=32-true}"], words, path)[0][-1] == "bf16-mixed"
     assert command_to_start(["python", "train.py", "--bs", "16"], found, path)[1] == {"precision": "bf16"}
-    plain, outside = command_to_start(["python", "train.py"], found, path)
+    plain, outside, *_ = command_to_start(["python", "train.py"], found, path)
     assert (plain, outside) == (("python", "train.py"), {"precision": "bf16", "batch_size": 16})
     with pytest.raises(InvalidRequestError, match="trial_dir"):
         command_to_start(["python", "train.py", "{trial_dir}"], found, path)
 
 
+def test_what_only_a_line_of_the_script_can_set_is_named_and_fp8_refused() -> None:
+    path = Path("study/recommendation.json")
+    found = recommendation(compile="default", num_workers=4, pinned_modules=["norm"], allocator="expandable_segments")
+    named = command_to_start(["python", "train.py"], found, path).left_out
+    assert [word in "; ".join(named) for word in ("pinned", "4 loader workers", "compiled")] == [True] * 3
+    assert len(named) == 3
+    with pytest.raises(InvalidRequestError, match=r"fp8(.|\n)*prepare"):
+        command_to_start(["python", "train.py"], recommendation("fp8"), path)
+    line = CommandTemplate.of("python train.py --amp {precision=fp32}")
+    assert command_to_start(["python", "train.py", "--amp", "fp8"], recommendation("fp8", 8, line), path).outside == {}
+
+
 def test_a_command_that_sets_the_path_of_python_is_set_from_outside_too() -> None:
     command = ["env", "PYTHONPATH=src", "python", "train.py"]
-    arguments, _ = command_to_start(command, recommendation(), Path("study/recommendation.json"))
+    arguments, *_ = command_to_start(command, recommendation(), Path("study/recommendation.json"))
     assert arguments == ("env", f"PYTHONPATH={INJECTED}:src", "python", "train.py")
 
 
@@ -242,11 +259,52 @@ def test_a_recommended_argument_is_filled_in_or_has_to_be_in_the_command() -> No
             command_to_start(["python", "train.py", *words], off, path)
 
 
-def test_the_command_that_is_printed_starts_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def searched_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recommendation:
+    """One for a command whose settings file has placeholders of a setting, of a trial and of the user's own."""
     monkeypatch.chdir(tmp_path)
-    Path("c.yaml").write_text("loss: {loss=mse:huber}\n")
-    line = CommandTemplate.of("python train.py --cfg c.yaml", files=["c.yaml"])
+    Path("study").mkdir()
+    Path("c.yaml").write_text("loss: {loss=mse:huber}\nbs: {batch_size=8}\nout: {trial_dir}\n")
+    line = CommandTemplate.of("python train.py --port {port} --cfg c.yaml", files=["c.yaml"])
+    return recommendation("fp32", line=line, arguments=(("loss", "huber"),))
+
+
+def test_the_command_that_is_printed_starts_as_it_is_and_with_more_words(searched_file: Recommendation) -> None:
     path = Path("study/recommendation.json")
-    found = recommendation(line=line, arguments=(("loss", "huber"),))
-    printed, _ = line.of_setting(found.config, "study")
-    assert command_to_start(printed, found, path)[0] == printed == ("python", "train.py", "--cfg", "study/c.yaml")
+    printed, files = searched_file.filled_command(path.parent)
+    assert printed == ("python", "train.py", "--port", "29500", "--cfg", "study/c.yaml")
+    assert files == {"study/c.yaml": "loss: huber\nbs: 16\nout: OUTPUT_DIR\n"}
+    for words in (
+        printed,
+        (*printed, "--epochs", "100"),
+        [*printed[:2], "--port=1", "--seed=16", "--cfg=study/c.yaml"],
+    ):
+        assert command_to_start(words, searched_file, path) == (tuple(words), {}, {}, ())
+    with pytest.raises(InvalidRequestError, match="loss=huber"):  # another file of this name
+        command_to_start(["python", "train.py", "--cfg", "prod/c.yaml"], searched_file, path)
+
+
+def test_a_settings_file_is_filled_from_its_text_of_today(
+    searched_file: Recommendation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched_file.save("study/recommendation.json")
+    Path("c.yaml").write_text("loss: {loss=mse:huber}\nbs: {batch_size=8}\nout: mine\n")
+    Path("study/c.yaml").write_text("as the search wrote it")
+    monkeypatch.setattr(os, "execvpe", Mock(side_effect=OSError))
+    with pytest.raises(WorkloadError):
+        start(["python", "train.py", "--cfg", "c.yaml"], Path("study/recommendation.json"))
+    assert Path("study/c.yaml").read_text() == "loss: huber\nbs: 16\nout: mine\n"
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_batch_of_each_rank_and_a_total_that_the_script_keeps(keeps: bool) -> None:
+    path = Path("study/recommendation.json")
+    line = CommandTemplate.of("torchrun --master_port {port} train.py --bs {batch_size=8}")
+    found = recommendation("fp32", line=replace(line, keeps_effective_batch_size=keeps), accumulation_steps=2)
+    assert found.workload is not None
+    found = replace(found, workload=replace(found.workload, num_sharing=2, num_ranks=2))
+    accumulation = {} if keeps else {"accumulation_steps": 2}
+    for words in ("torchrun --master_port 1 train.py --bs 16", "torchrun train.py --seed 1 --bs=16"):
+        assert command_to_start(words.split(), found, path).outside == accumulation
+    for words in ("torchrun train.py --seed 16", "torchrun train.py --bs 32"):
+        assert command_to_start(words.split(), found, path).outside == {"batch_size": 8, **accumulation}

@@ -263,6 +263,17 @@ def test_a_signal_that_was_dropped_ends_the_wait_for_it(tmp_path: Path, monkeypa
     assert [path for path in tmp_path.glob("*.pid") if psutil.pid_exists(int(path.stem))] == []
 
 
+def test_a_settings_file_is_written_in_utf_8_whatever_the_locale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", Mock(side_effect=UnicodeEncodeError("ascii", "é", 0, 1, "no")))
+        completed = run_command(
+            [sys.executable, "-c", "print(open('c.yaml', 'rb').read())"], files={str(tmp_path / "c.yaml"): "é"}
+        )
+    assert completed.state.printed == "b'\\xc3\\xa9'\n"
+
+
 def test_it_trains_and_tells(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP.format(before="", context="fork"))
     ran = run_command([sys.executable, "train.py"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,15 +18,17 @@ from autotune_amp.command.settable import (
     keeps_effective_batch_size,
     missing_placeholders,
     probing_setting,
+    raise_if_data_parallel,
     unsettable,
 )
 from autotune_amp.core.command_template import CommandTemplate
+from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 
 TODAY = Setting(precision="fp32", batch_size=8)
-OF_RANK: dict[str, Any] = {"pid": 1, "time": 0.0, "rank": 0, "world": 1, "local_rank": 0}
+OF_RANK: dict[str, Any] = {"pid": 1, "time": 0.0, "rank": 0, "world": 1}
 
 
 def seen(
@@ -41,8 +44,8 @@ def seen(
     """A rank that took ten steps, one a second, each of so many `batches` of `samples` each."""
     rank = Rank(1)
     rank.optimizers[0] = messages.Optimizer(
-        **OF_RANK, index=0, name="SGD", num_parameters={"float32": 9}, devices=("cpu",), is_fused=False,
-        uses_tf32=False, line="t.py:1", num_threads=1, host="here",
+        **OF_RANK, index=0, name="SGD", num_parameters={"float32": 9}, devices=("cpu",),
+        uses_tf32=False, line="t.py:1",
     )  # fmt: skip
     if has_loader:
         rank.loaders["0"] = messages.Loader(
@@ -50,7 +53,7 @@ def seen(
             prefetch_factor=None, shuffles=True, num_samples=100,
         )  # fmt: skip
     if has_scaler:
-        rank.scalers.append(messages.Scaler(pid=1, time=0.0, is_enabled=False, maker="t.py:f:2", line="t.py:2"))
+        rank.scalers.append(messages.Scaler(pid=1, time=0.0))
     if in_framework:
         names = dict.fromkeys(in_framework, "argument")
         rank.switches.append(
@@ -71,6 +74,14 @@ def seen(
         for number in range(10)
     ]  # fmt: skip
     return rank
+
+
+@pytest.mark.parametrize(("num_gpus", "is_refused"), [(0, False), (1, False), (2, True)])
+def test_a_trainer_that_multiplies_its_batch_by_the_gpus_is_refused(num_gpus: int, is_refused: bool) -> None:
+    rank = seen(in_framework=("batch_size",))
+    rank.switches[0] = replace(rank.switches[0], today={"n_gpu": num_gpus})
+    with pytest.raises(WorkloadError, match="torchrun") if is_refused else nullcontext():
+        raise_if_data_parallel(rank)
 
 
 @pytest.mark.parametrize(

@@ -475,7 +475,7 @@ def completed_run(host_bytes: int, *loaded: tuple[int, int, int], peak: int | No
         events.add(said.optimizer(rank, rank, world))
         events.add(said.step(rank, 1, reserved_memory_bytes=peak))
     for rank, (total, used, reserved) in enumerate(loaded):
-        where: Any = {"pid": rank, "time": 1.0, "rank": rank, "world": world, "local_rank": rank}
+        where: Any = {"pid": rank, "time": 1.0, "rank": rank, "world": world}
         device = "cuda" if total else "cpu"
         events.add(Loaded(**where, device=device, total_bytes=total, used_bytes=used, reserved_bytes=reserved))
     state = RunState(seconds=5.0, seconds_since_step=0.0, memory_bytes=host_bytes)

@@ -12,16 +12,16 @@ from autotune_amp.command.agent.where import rank
 @pytest.mark.parametrize(
     ("environment", "place"),
     [
-        ({}, (0, 1, 0)),
-        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, (3, 4, 1)),
-        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}, (3, 4, 1)),
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, (0, 1, 0)),  # a batch script
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "SLURM_STEP_NUM_TASKS": "1"}, (1, 2, 1)),
+        ({}, (0, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4)),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}, (3, 4)),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, (0, 1)),  # a batch script
+        ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "1"}, (1, 2)),
     ],
 )
 def test_the_place_is_what_torchrun_or_srun_says(
-    environment: dict[str, str], place: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], place: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", environment)
     found = rank()
-    assert (found["rank"], found["world"], found["local_rank"]) == place
+    assert (found["rank"], found["world"]) == place

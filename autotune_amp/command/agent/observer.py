@@ -11,7 +11,6 @@ import functools
 import multiprocessing
 import os
 import resource
-import socket
 import sys
 import time
 import weakref
@@ -163,8 +162,8 @@ class Observer:
         if self._is_loaded:
             return
         self._is_loaded = True
-        device = next((p.device for p in parameters() if p.device.type != "cpu"), torch.device("cpu"))
-        self.channel.send("loaded", device=device.type, **_device_memory(device), **where.rank())
+        self.device = next((p.device for p in parameters() if p.device.type != "cpu"), self.device)
+        self.channel.send("loaded", device=self.device.type, **_device_memory(self.device), **where.rank())
         if self.is_held:
             self.channel.wait_for_go()
 
@@ -360,26 +359,25 @@ class Observer:
         }
 
     def _report_optimizer(self, optimizer: Any) -> None:
-        """Give a new optimizer its index, take its parameters' device as that of the training, and report both."""
+        """Give a new optimizer its index, and report it with the devices of the training: those of its parameters,
+        unless they are on the CPU and the model on another device, as with DeepSpeed's offload.
+        """
         parameters = passes.parameters_of(optimizer)
         self._optimizers.append(weakref.ref(optimizer))
         self._num_steps_of.append(0)
         self.device = next((p.device for p in parameters if p.device.type != "cpu"), self.device)
         untrained = {id(p): p for module in self.live_modules() for p in module.parameters() if not p.requires_grad}
-        self._devices |= {p.device for p in (*parameters, *untrained.values())}
+        self._devices |= {self.device, *(p.device for p in (*parameters, *untrained.values()))}
         self.channel.send(
             "optimizer",
             index=len(self._optimizers) - 1,
             name=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
             num_parameters=_num_by_dtype(parameters),
             num_frozen=_num_by_dtype(untrained.values()),
-            devices=sorted({str(p.device) for p in parameters}),
-            is_fused=any(group.get("fused") for group in optimizer.param_groups),
+            devices=sorted({str(p.device) for p in parameters if p.device.type != "cpu"} or {str(self.device)}),
             line=where.user_line(),
             uses_tf32=self.device.type == "cuda"
             and getattr(torch.backends.cuda.matmul, "fp32_precision", "") == "tf32",
-            num_threads=torch.get_num_threads(),
-            host=socket.gethostname(),
             **where.rank(),
         )
 
@@ -486,7 +484,6 @@ def _report_process(channel: Channel) -> None:
         arguments=sys.argv,
         parent_pid=os.getppid(),
         folder=os.getcwd(),
-        torch=torch.__version__,
         worker=multiprocessing.current_process().name if is_multiprocessing_child else None,
         **where.rank(),
     )

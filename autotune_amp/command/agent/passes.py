@@ -17,7 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils.data import get_worker_info
 
-from . import where
 from .batches import first_tensor, size_of
 from .channel import Channel
 from .tokens import TokenCount, count_tokens
@@ -127,9 +126,8 @@ class PassRecorder:
             self._channel.send("unstepped", num_backward=self.num_backward)
         self.overhead_seconds += time.perf_counter() - began
 
-    def _report_scaler(self, scaler: Any) -> None:
-        line, maker = where.user_line(), where.maker()
-        self._channel.add("scaler", is_enabled=bool(scaler.is_enabled()), line=line, maker=maker)
+    def _report_scaler(self, _: Any) -> None:
+        self._channel.add("scaler")
 
     def _hook_regions(self) -> None:
         region_class: Any = autocast

@@ -24,10 +24,13 @@ _FIELD_NAMES = {"batch_size": "batch size", "accumulation_steps": "accumulation"
 def install(settings: dict[str, Any]) -> None:
     """Install the hooks that set values from outside; torch has just been imported.
 
-    `settings` has ``outside``, the values to set, and ``controller``: ``path`` of the recommendation from which the
-    PrecisionController in GradScaler's place is made, and ``device``, its type.
+    `settings` has ``outside``, the values to set; ``left_out``, if given, labels of values that only the script can
+    set; and ``controller``: ``path`` of the recommendation from which the PrecisionController in GradScaler's place is
+    made, and ``device``, its type.
     """
     report = _SettingReport(settings["outside"])
+    for label in settings.get("left_out", ()):
+        report.add_problem(f"NOT set: {label}, since it needs a line of the script")
     passes = PassRecorder(report)  # type: ignore[arg-type]
     setting_hooks = SettingHooks(
         report, passes, settings["outside"], functools.partial(_convert_to_controller, report, **settings["controller"])

@@ -80,18 +80,17 @@ def is_called_by_user(depth: int = 2) -> bool:
 
 
 def rank() -> dict[str, Any]:
-    """Return rank, world size and local rank: of torch's process group if initialized, else from the launcher's
+    """Return rank and world size: of torch's process group if initialized, else from the launcher's
     environment variables (torchrun, Slurm).
     """
     # Set by srun, whose tasks are the ranks unless a launcher inside sets WORLD_SIZE too.
     step = _number("SLURM_STEP_NUM_TASKS", 0)
-    local = _number("LOCAL_RANK", _number("SLURM_LOCALID", 0) if step else 0)
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return {"rank": distributed.get_rank(), "world": distributed.get_world_size(), "local_rank": local}
+        return {"rank": distributed.get_rank(), "world": distributed.get_world_size()}
     if step and "WORLD_SIZE" not in os.environ:
-        return {"rank": _number("SLURM_PROCID", 0), "world": step, "local_rank": local}
-    return {"rank": _number("RANK", 0), "world": _number("WORLD_SIZE", 1), "local_rank": local}
+        return {"rank": _number("SLURM_PROCID", 0), "world": step}
+    return {"rank": _number("RANK", 0), "world": _number("WORLD_SIZE", 1)}
 
 
 def _number(variable: str, default: int) -> int:

@@ -23,6 +23,8 @@ from autotune_amp.command.editing.edit import CommandFacts, Edit, ManualChange, 
 from autotune_amp.command.messages import Site, Torch
 from autotune_amp.command.rank_steps import Rank
 from autotune_amp.command.ranks import RunEvents
+from autotune_amp.command.run import missing_arguments
+from autotune_amp.command.settable import raise_if_fp8
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.errors import InvalidRequestError, StudyError, WorkloadError
 from autotune_amp.core.job import Deadlines
@@ -97,8 +99,9 @@ def apply(
     start of each phase.
 
     Raises `WorkloadError` if the steps cannot be observed, or with `write` if the copy did not run as expected;
-    `InvalidRequestError` if the command has placeholders for a setting.
+    `InvalidRequestError` if the command has placeholders for a setting, or if fp8 is recommended.
     """
+    raise_if_fp8(recommended.config.precision)
     placeholders = sorted(line.placeholders.keys() & Setting.__struct_fields__ - line.argument_values.keys())
     if placeholders:
         raise InvalidRequestError(
@@ -112,26 +115,26 @@ def apply(
         command.sample_dim = recommended.workload.sample_dim
     observed_run = _observe_run(command)
     if isinstance(observed_run, Failure):
-        details = f"\n{observed_run.details.rstrip()}" if observed_run.details else ""
-        for text in command.leftovers():
-            phase(text)
+        details = [observed_run.details.rstrip()] if observed_run.details else []
         raise WorkloadError(
-            f"The command cannot be observed: {observed_run.message}.{details}",
+            "\n".join([f"The command cannot be observed: {observed_run.message}.", *details, *command.leftovers()]),
             "Fix the error, or give a command that takes more steps.",
         )
     has_own_weights = recommended.workload is not None and recommended.workload.weights != "fp32"
-    setting_of_rank = partial(_setting_of_rank, has_own_weights=has_own_weights)
+    workload, world = recommended.workload, observed_run[1].world
+    num_sharing = workload.num_sharing if workload is not None and workload.num_ranks == world else 1
+    setting_of_rank = partial(_setting_of_rank, has_own_weights=has_own_weights, num_sharing=num_sharing)
     template = recommended.command_template
     keeps_total = template is not None and template.keeps_effective_batch_size
     facts = msgspec.structs.replace(
-        _facts_of_run(*observed_run, setting_of_rank), keeps_effective_batch_size=keeps_total
+        _facts_of_run(*observed_run, setting_of_rank), keeps_effective_batch_size=keeps_total, num_sharing=num_sharing
     )
     sources = _read_sources(
         {line.rpartition(":")[0] for line in (facts.step_line, *(s.line for s in facts.sites if not s.maker))}
     )
     words = line.filled(dict(recommended.config.arguments), "")[0] if line.argument_values else line.arguments
     edited = edit({path: source.text for path, source in sources.items()}, facts, recommended.config, words)
-    missing = [name for name, _ in recommended.config.arguments if name not in line.argument_values]
+    missing = missing_arguments(line.arguments, recommended, study)
     report = ApplyReport(
         diff="".join(_diff(path, sources[path].text, text) for path, text in edited.texts.items()),
         command=None if edited.command == line.arguments else CommandTemplate.of(edited.command).filled({}, "")[0],
@@ -139,8 +142,8 @@ def apply(
             *(msgspec.structs.replace(each, where=_relative_path(each.where)) for each in edited.by_hand),
             *(
                 ManualChange(where="the command", what=f"set {name.lstrip('!')} to {value}")
-                for name, value in recommended.config.arguments
-                if name in missing
+                for name, (value, _) in missing.items()
+                if name not in line.argument_values
             ),
         ),
         today=facts.today,
@@ -153,10 +156,9 @@ def apply(
     report = msgspec.structs.replace(report, left=command.leftovers())
     if write and report.diff:
         if not report.verified:
-            for text in report.left:
-                phase(text)
+            problem = f"Nothing is written, since the edited copy does not do what the diff says: {report.problem}."
             raise WorkloadError(
-                f"Nothing is written, since the edited copy does not do what the diff says: {report.problem}.",
+                "\n".join([problem, *report.left]),
                 "See the diff without --write, and change the script by hand.",
             )
         _write(edited.texts, sources)
@@ -185,15 +187,15 @@ def _observe_run(command: Command, overlay: Mapping[str, str] | None = None) -> 
     return completed.events, slowest[0]
 
 
-def _setting_of_rank(rank: Rank, *, has_own_weights: bool) -> RunSetting:
+def _setting_of_rank(rank: Rank, *, has_own_weights: bool, num_sharing: int) -> RunSetting:
     """Return the setting that a run used. `has_own_weights`: the script loads its weights in a lower precision, so that
-    their dtype does not show the precision.
+    their dtype does not show the precision. `num_sharing` ranks divide a batch among them.
     """
     loader, per_step = measure.training_loader(rank), measure.samples_per_step(rank) or 1.0
     batch_size = measure.batch_size(rank)
     return RunSetting(
         precision=measure.todays_precision(rank) if has_own_weights else measure.precision_of(rank) or "fp32",
-        batch_size=batch_size,
+        batch_size=batch_size * num_sharing,
         accumulation_steps=max(1, round(per_step / batch_size)),
         num_workers=None if loader is None else loader.num_workers,
     )

@@ -15,8 +15,10 @@ import msgspec
 
 from autotune_amp.command.editing.script import Flag, Script, Splice, apply_splices
 from autotune_amp.command.messages import Site
+from autotune_amp.command.settable import left_to_script
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.precisions import Precision
+from autotune_amp.core.setting import LOADER_ARGUMENTS
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _LIGHTNING_PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -56,7 +58,8 @@ class CommandFacts(msgspec.Struct, frozen=True, kw_only=True):
     `today` is its setting, `device` the type of its device ("cuda"), `sites` the calls that create its loaders,
     autocast regions, scalers and framework objects, and `step_line` the call of the optimizer's step; lines are
     ``path:line`` with absolute paths. `arguments` are the command-line arguments of the training process. With
-    `keeps_effective_batch_size` the script itself accumulates to a fixed effective batch size.
+    `keeps_effective_batch_size` the script itself accumulates to a fixed effective batch size. `num_sharing` ranks
+    divide a batch among them; sizes are those of all of them.
     """
 
     today: RunSetting
@@ -65,6 +68,7 @@ class CommandFacts(msgspec.Struct, frozen=True, kw_only=True):
     step_line: str
     arguments: tuple[str, ...]
     keeps_effective_batch_size: bool = False
+    num_sharing: int = 1
 
 
 class ManualChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,9 +127,18 @@ def edit(sources: Mapping[str, str], facts: CommandFacts, config: AmpConfig, com
 
 
 def _changes_outside_scripts(config: AmpConfig) -> Iterator[ManualChange]:
-    """Yield the instructions for settings that no call sets: modules kept in fp32 and environment variables."""
+    """Yield the instructions for settings that no edited call sets: modules kept in fp32, variants of the training,
+    and environment variables.
+    """
     if config.pinned_modules:
         yield ManualChange(where="the model", what=f"keep the modules {', '.join(config.pinned_modules)} in fp32")
+    for name in left_to_script(config, handled=("pinned_modules", "num_workers")):
+        if name in LOADER_ARGUMENTS:
+            argument = f"{name}={config.loader_arguments[name]}"
+            yield ManualChange(where="the DataLoader", what=f"set {argument}")
+        else:
+            what = f"{config.labelled([name])}: `model, optimizer = prepare(config, model, optimizer)` sets it up"
+            yield ManualChange(where="the script", what=what)
     for name, value in config.environment.items():
         yield ManualChange(where="the command", what=f"set {name}={value} before it")
 
@@ -259,21 +272,23 @@ class _Editor:
     def _loader_changes(self, name: str, value: object) -> Iterator[tuple[ManualChange, _Change]]:
         """Yield the changes that set ``batch_size`` or ``num_workers`` in the calls that create the data loaders."""
         loaders = [site for site in self.facts.sites if site.kind in _LOADERS]
+        # The user sets the size of one rank; a literal that the script divides by the ranks is that of all.
+        shown = self.config.batch_size // self.facts.num_sharing if name == "batch_size" else value
         if not loaders:
             where = next((site.line for site in self._sites_of("forward")), self.facts.step_line)
             yield _manual_change(
                 where,
-                f"no DataLoader was observed: use batches of {value} samples here"
+                f"no DataLoader was observed: use batches of {shown} samples here"
                 if name == "batch_size"
                 else f"{name}={value}",
             )
         for site in loaders:
             if name == "batch_size" and site.values.get(name) is None:
                 yield _manual_change(
-                    site.line, f"its dataset or sampler makes the batches: set its batch size to {value}"
+                    site.line, f"its dataset or sampler makes the batches: set its batch size to {shown}"
                 )
             else:
-                yield self._change(site, name, str(value))
+                yield self._change(site, name, str(value), by_hand=str(shown))
 
     def _region_changes(self) -> Iterator[tuple[ManualChange, _Change]]:
         """Yield the changes of ``enabled`` and ``dtype`` in the script's autocast calls, and those of its GradScalers.
@@ -317,10 +332,7 @@ class _Editor:
                 yield manual, manual
             elif not {(each.path, each.start) for each in wrapped[1:]} <= {(each.path, each.start) for each in added}:
                 added += wrapped
-                yield (
-                    manual,
-                    wrapped + ([] if script.imports("torch") else script.insert_import("torch", "import torch")),
-                )
+                yield manual, wrapped + script.import_torch()
         if not added and not self._sites_of("forward"):
             yield _manual_change(self.facts.step_line, f"put the forward pass in {self.config.precision} autocast")
         yield from self._scaler_changes()
@@ -332,14 +344,14 @@ class _Editor:
         value = '"high"' if self.config.precision == "tf32" else '"highest"'
         statement = f"torch.set_float32_matmul_precision({value})"
         manual = ManualChange(where=self.facts.step_line, what=f"before training, {statement}")
-        calls = [change for script in self.scripts.values() for change in script.calls_of(_TF32_SWITCH)]
+        calls = [(script, call) for script in self.scripts.values() for call in script.calls_of(_TF32_SWITCH)]
         if len(calls) == 1:
             script, call = calls[0]
             yield manual, script.change(call, "precision", value, ("precision",), self.facts.arguments) or manual
             return
         step_script = self.scripts.get(self.facts.step_line.rpartition(":")[0])
         has_other = bool(calls) or any(_TF32_FLAG in script.text for script in self.scripts.values())
-        inserted = [] if step_script is None or has_other else step_script.insert_below_imports("torch", statement)
+        inserted = [] if step_script is None or has_other else step_script.insert_below_imports(statement)
         yield manual, inserted or manual
 
     def _is_within_call(self, site: Site, splices: list[Splice]) -> bool:
@@ -353,18 +365,19 @@ class _Editor:
         path, _, line = site.line.rpartition(":")
         return self.scripts.get(path), int(line or 0)
 
-    def _change(self, site: Site, name: str, value: str) -> tuple[ManualChange, _Change]:
+    def _change(self, site: Site, name: str, value: str, by_hand: str | None = None) -> tuple[ManualChange, _Change]:
         """Return the change that sets the argument `name` of an observed call to `value`, Python source, preceded by
-        its instruction for the user. If a parser of command-line arguments made the call, the command is changed.
+        its instruction for the user, with the value `by_hand` if that differs. If a parser of command-line arguments
+        made the call, the command is changed.
         """
-        manual = ManualChange(where=site.line, what=f"{site.name}({name}={value})")
+        manual = ManualChange(where=site.line, what=f"{site.name}({name}={by_hand or value})")
         if site.maker:
             prefix = next((begin for maker, begin in _PREFIX_BY_PARSER.items() if site.maker.startswith(maker)), None)
             if prefix is None:
                 return manual, msgspec.structs.replace(manual, what=f"{manual.what}, which {site.maker} makes")
-            files = [each for each in self.facts.arguments if each.endswith((".json", ".yaml", ".yml"))]
-            if files:
-                return manual, ManualChange(where=files[0], what=f"{name}: {value}")
+            file = _settings_file(self.facts.arguments)
+            if file is not None:
+                return manual, ManualChange(where=file, what=f"{name}: {value}")
             return manual, Flag(option=prefix + name, value=str(ast.literal_eval(value)))
         script, line = self._script(site)
         call = None if script is None else script.call(line, site.end, site.name)
@@ -380,9 +393,19 @@ class _Editor:
             replaced = "" if argument is None else f", in place of {script.source(argument)}"
             manual = msgspec.structs.replace(manual, what=manual.what + replaced)
             return manual, manual
-        if isinstance(change, list) and value.startswith("torch.") and not script.imports("torch"):
-            change += script.insert_import("torch", "import torch")
+        if isinstance(change, list) and value.startswith("torch."):
+            change += script.import_torch()
         return manual, change
+
+
+def _settings_file(arguments: Sequence[str]) -> str | None:
+    """Return the file from which a parser of command-line arguments reads them: the only argument, or the value of
+    ``--config``; None without one.
+    """
+    words = [part for word in arguments for part in word.split("=", 1)]
+    values = [word for option, word in pairwise(words) if option in ("--config", "-c")]
+    files = values or list(arguments if len(arguments) == 1 else ())
+    return next((each for each in files if each.endswith((".json", ".yaml", ".yml"))), None)
 
 
 def _manual_change(where: str, what: str) -> tuple[ManualChange, ManualChange]:

@@ -151,42 +151,43 @@ class Script:
             ),
         ]
 
-    def imports(self, module: str) -> bool:
-        """Whether the file imports this module under its own name."""
+    @property
+    def imports_torch(self) -> bool:
+        """Whether the file imports torch under its own name."""
         return any(
-            isinstance(node, ast.Import) and any(not name.asname and name.name == module for name in node.names)
+            isinstance(node, ast.Import) and any(not name.asname and name.name == "torch" for name in node.names)
             for node in self.tree.body
         )
 
-    def insert_below_imports(self, module: str, statement: str) -> list[Splice]:
-        """Return the splices that put `statement` below the imports; empty if this module is not imported under its own
+    def insert_below_imports(self, statement: str) -> list[Splice]:
+        """Return the splices that put `statement` below the imports; empty if torch is not imported under its own
         name.
         """
-        imports = [node for node in self.tree.body if isinstance(node, ast.Import)]
-        last = next((node for node in imports if any(n.name == module and not n.asname for n in node.names)), None)
-        if last is None:
+        if not self.imports_torch:
             return []
         # Below all imports, since linters require them at the top.
         block = [node for node in self.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
         at = self._starts[(block[-1].end_lineno or 0)]
         return [Splice(path=self.path, start=at, end=at, text=f"\n{statement}\n")]
 
-    def calls_of(self, name: str) -> list[tuple[Script, ast.Call]]:
+    def calls_of(self, name: str) -> list[ast.Call]:
         """Return the file's calls of functions with this name."""
         calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
-        return [(self, call) for call in calls if re.split(r"\W", self.source(call.func))[-1] == name]
+        return [call for call in calls if re.split(r"\W", self.source(call.func))[-1] == name]
 
-    def insert_import(self, module: str, statement: str) -> list[Splice]:
-        """Return the splices that put `statement` before the first import that names `module`, else before the first
-        import.
+    def import_torch(self) -> list[Splice]:
+        """Return the splices that import torch before the first import that names it, else before the first import;
+        empty if the file imports it under its own name already.
         """
+        if self.imports_torch:
+            return []
         imports = [node for node in self.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
         imports = [node for node in imports if getattr(node, "module", None) != "__future__"]
-        named = [node for node in imports if module in ast.unparse(node)]
+        named = [node for node in imports if "torch" in ast.unparse(node)]
         if not imports:
             return []
         at = self._starts[(named or imports)[0].lineno - 1]
-        return [Splice(path=self.path, start=at, end=at, text=f"{statement}\n")]
+        return [Splice(path=self.path, start=at, end=at, text="import torch\n")]
 
     def _change_of_value(
         self, node: ast.expr, value: str, arguments: Sequence[str], num_left: int

@@ -152,11 +152,10 @@ class StudyFolder:
 
     def save(self, recommendation: Recommendation) -> Recommendation:
         """Write recommendation.json atomically, and a command's settings files. Return the saved recommendation."""
-        line = recommendation.command_template
-        if line is not None:
+        if recommendation.command_template is not None:
             _, command = recommendation.recommended_command(self.path)
+            _, files = recommendation.filled_command(self.path)
             recommendation = msgspec.structs.replace(recommendation, command=command)
-            _, files = line.of_setting(recommendation.config, str(self.path))
             for path, text in files.items():
                 write_atomically(Path(path), text)
         recommendation.save(self.recommendation_path)

@@ -110,6 +110,7 @@ class FrameworkHooks:
         line, parser = self._origins.get(id(arguments), ("", ""))
         today = {name: getattr(arguments, argument) for name, argument in _TRAINING_ARGUMENTS.items()}
         today["precision"] = _precision_of(arguments)
+        today["n_gpu"] = arguments.n_gpu
         today["optim"] = str(getattr(arguments.optim, "value", arguments.optim))
         today["gradient_checkpointing"] = str(arguments.gradient_checkpointing)
         self._report_switch("TrainingArguments", {**_TRAINING_ARGUMENTS, "precision": "bf16"}, today, parser, line)
