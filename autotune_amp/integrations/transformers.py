@@ -146,7 +146,7 @@ class AutotuneTrainer(Trainer):
         return super().call_model_init(trial)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call] # transformers does not type it
+        prepared = super()._prepare_for_training(*args, **kwargs)
         self._raise_if_window_differs()
         return prepared
 

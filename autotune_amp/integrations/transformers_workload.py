@@ -152,7 +152,7 @@ def _sendable_copy(trainer: Trainer) -> Trainer:
     copied.args.__dict__.update(_TRIAL_ARGUMENTS, distributed_state=None, gradient_accumulation_steps=1)
     copied.args.__dict__.pop("_setup_devices", None)  # recomputed in the trial
     flow = [DefaultFlowCallback()]
-    copied.callback_handler = CallbackHandler(flow, copied.model, copied.processing_class, None, None)  # type: ignore[no-untyped-call] # transformers does not type it
+    copied.callback_handler = CallbackHandler(flow, copied.model, copied.processing_class, None, None)
     copied.state, copied.control = TrainerState(), TrainerControl()
     return copied
 
@@ -257,7 +257,7 @@ class _TrainFunction:
         callbacks.append(
             _StepEndCallback(lambda: fitting.stepped(step.loss, trainer.current_gradient_accumulation_steps))
         )
-        trainer.callback_handler = CallbackHandler(callbacks, model, trainer.processing_class, None, None)  # type: ignore[no-untyped-call] # transformers does not type it
+        trainer.callback_handler = CallbackHandler(callbacks, model, trainer.processing_class, None, None)
         trainer.control = TrainerControl()
         trainer.optimizer, trainer.lr_scheduler = fitting.optimizer, None
         try:

@@ -39,7 +39,7 @@ def open_storage(storage: str | Path) -> Iterator[RDBStorage]:
     url = "sqlite://" if isinstance(storage, Path) else storage
     options = engine_options(url)
     if isinstance(storage, Path):
-        options["pool"] = sqlalchemy.NullPool(lambda: _open_file(storage))  # type: ignore[arg-type]
+        options["pool"] = sqlalchemy.NullPool(lambda: _open_file(storage))
     try:
         if "connect_args" in options:
             _create_tables(url, options["connect_args"])
