@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from statistics import median
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -504,19 +505,26 @@ class Ledger:
 
     @cached_property
     def _compile_costs(self) -> dict[Setting, tuple[float, float]]:
-        """Return, for each compiled setting, the seconds of its longest first step and its least seconds per sample."""
+        """Return, for each compiled setting, the seconds of its longest first step and its least seconds per sample on
+        one rank.
+        """
         return {
-            c: (max(m.first_step_seconds for m in measurements), min(1 / m.samples_per_second for m in measurements))
+            c: (
+                max(m.first_step_seconds for m in measurements),
+                min(m.step_seconds for m in measurements) / c.effective_batch_size,
+            )
             for c, measurements in self.measurements.items()
             if c.is_compiled
         }
 
     @cached_property
     def _uncompiled_seconds_per_sample(self) -> float | None:
-        """Return the seconds per sample of the fastest uncompiled setting that no check or calibration rules out."""
-        allowed = [
-            measurements
+        """Return the seconds per sample on one rank of the fastest uncompiled setting that no check or calibration
+        rules out.
+        """
+        allowed = (
+            median(m.step_seconds for m in measurements) / c.effective_batch_size
             for c, measurements in self.measurements.items()
             if not c.is_compiled and not self._numerical_reason_against(c)
-        ]
-        return min((1 / merit(measurements).samples_per_second for measurements in allowed), default=None)
+        )
+        return min(allowed, default=None)
