@@ -27,9 +27,9 @@ from autotune_amp.search.space import HOPELESS_SLOWDOWN, Space, excluded_by_outc
 # A rival within 10 % may overtake the winner when both are measured again in fresh processes (the confirmation):
 # processes differ by a few percent.
 RIVAL_MARGIN = 0.10
-# Lower bounds of two shares that throughputs are multiplied and divided by: that of samples that reach the optimizer,
-# and that of a step spent computing. Smaller ones would distort comparisons with other settings.
-MIN_APPLIED_SHARE, MIN_COMPUTING_SHARE = 0.1, 0.05
+# Lower bound of the share of samples that reach the optimizer, which throughputs are multiplied by. A smaller one would
+# distort comparisons with other settings.
+MIN_APPLIED_SHARE = 0.1
 LOSS_SCALE = LossScale()  # default, for fp16 settings whose own loss scale is not calibrated yet
 
 
@@ -274,8 +274,8 @@ class Ledger:
         def throughput(measurement: Measurement) -> float:
             if self.objective == "energy" and has_joules and measurement.joules_per_sample:
                 return 1 / measurement.joules_per_sample
-            computing_share = max(MIN_COMPUTING_SHARE, 1 - ranking.data_share(measurement)) if without_waiting else 1.0
-            return ranking.throughput(self.objective, measurement) / computing_share
+            speed = ranking.throughput(self.objective, measurement)
+            return ranking.speed_without_wait(speed, ranking.data_share(measurement)) if without_waiting else speed
 
         shares = {c: max(MIN_APPLIED_SHARE, self.applied_share(c)) for c in recommendable}
         return {c: [shares[c] * throughput(m) for m in measurements] for c, measurements in recommendable.items()}

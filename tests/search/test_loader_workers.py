@@ -111,6 +111,16 @@ def test_where_loading_stays_the_limit_the_precision_with_less_to_go_wrong_wins(
     assert "take less time to load" in warning
 
 
+@pytest.mark.parametrize("data_share", [0.998, 1.002, 2.0])  # counted in threads that load ahead
+def test_waits_that_fill_the_steps_give_speeds_within_reason(data_share: float) -> None:
+    machine = LoadingMachine(load_rate=60.0, own=2, num_cpus=4)
+    machine.searched.backend._answer = lambda spec: measured(spec, 50.0, data_share=data_share)
+    decision = machine.search()
+    assert decision.evidence.data_share <= 1
+    assert decision.evidence.loader is not None
+    assert 50.0 < decision.evidence.loader.step_samples_per_second <= 20.01 * 50.0
+
+
 def test_workers_that_do_not_help_are_not_recommended() -> None:
     machine = LoadingMachine(load_rate=20.0, num_cpus=16)
     machine.max_useful_workers = 1

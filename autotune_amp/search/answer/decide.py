@@ -351,7 +351,7 @@ def loader_evidence(
     return LoaderEvidence(
         num_workers=None if description is None else description.num_workers,
         data_share=share,
-        step_samples_per_second=median(m.samples_per_second for m in measured) / (1 - share),
+        step_samples_per_second=ranking.speed_without_wait(median(m.samples_per_second for m in measured), share),
         tried=tuple(
             WorkersTrial(
                 candidate=str(c.with_own_workers),

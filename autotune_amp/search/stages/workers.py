@@ -15,7 +15,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.dimensions.loader import SHORT_WAIT
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import JobDefaults, Planner
-from autotune_amp.search.ranking import MAX_DATA_SHARE, MIN_GAIN, UNDECIDED_TIER, data_share, rank
+from autotune_amp.search.ranking import MAX_DATA_SHARE, MIN_GAIN, UNDECIDED_TIER, data_share, rank, speed_without_wait
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import is_ordinary_apart_from_pins, next_promising, untried_promising_settings
 from autotune_amp.trial.jobs import Check, Trial
@@ -60,7 +60,7 @@ class LoaderWorkers:
             and not r.candidate.as_found
         }
         speeds, tiers = ledger.speeds, ledger.provisional_tiers
-        speeds_without_wait = {c: speed / (1 - waits[c]) for c, speed in speeds.items() if c in waits}
+        speeds_without_wait = {c: speed_without_wait(speed, waits[c]) for c, speed in speeds.items() if c in waits}
         if own_num_workers is None or not speeds_without_wait:
             return None
         target = rank(speeds_without_wait, tiers=tiers)[0]
