@@ -1,9 +1,10 @@
 """Optuna study of a search. Only this module and `database` import Optuna.
 
 The throughput model (`stages.throughput_model`) decides which setting to try. A trial's parameters are the dimensions
-of the space (numbers are ints on a log scale, whose range may change later, unlike a categorical's values), for trials
-on the leader also the further dimensions and, under fp16, `init_scale` and `growth_interval`. TPE suggests those two,
-and each pair is replayed on one measurement. A trial that a user enqueued is moved to the nearest setting of the space.
+of the space, for trials on the leader also the further dimensions and, under fp16, `init_scale` and `growth_interval`.
+Numbers are ints on a log scale, whose range may change later. The choices of a categorical may not, so they are all
+values, whether this session can try them or not. TPE suggests the two of fp16, and each pair
+is replayed on one measurement. A trial that a user enqueued is moved to the nearest setting of the space.
 User attributes hold further values for optuna-dashboard; they are few, since each takes a commit.
 
 The ledger holds all results: a search continues if the storage fails, and sends them once it can be reached again.
@@ -26,10 +27,11 @@ from optuna.trial import TrialState
 
 from autotune_amp.core.errors import StudyError
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
+from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.core.setting import Setting
-from autotune_amp.dimensions import DIMENSIONS, FP8_RECIPE
+from autotune_amp.dimensions import BATCH_SIZE, PRECISION
 from autotune_amp.dimensions.argument import Argument
-from autotune_amp.dimensions.dimension import Dimension, Variant
+from autotune_amp.dimensions.dimension import Variant
 from autotune_amp.numerics.scaler_replay import Replay
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search.ledger import Ledger
@@ -44,7 +46,7 @@ from autotune_amp.search.storage.database import (
     study_error,
 )
 
-SPACE_DIMENSIONS = tuple(dimension for dimension in DIMENSIONS if dimension.found_by == "curves")
+_SPACE_DIMENSIONS = (PRECISION, BATCH_SIZE)
 GROWTH_INTERVALS = (10, 20_000)
 
 # Name of the constraint that failed settings violate. A sampler learns from it, but ignores a trial with the state FAIL
@@ -87,11 +89,16 @@ class Study:
         self._ledger = ledger
         self._open_trials: list[StudyTrial] = []  # trials returned by `ask` and not finished by `tell`
         self._legal = (*space.candidates, space.baseline)
-        tried = (*self._legal, *(FP8_RECIPE.on(space.baseline, v) for v in space.variants.get(FP8_RECIPE.name, ())))
-        self._distributions = {dimension.name: _distribution(dimension, tried) for dimension in SPACE_DIMENSIONS}
+        sizes = [setting.batch_size for setting in self._legal]
+        self._distributions: dict[str, BaseDistribution] = {
+            PRECISION.name: CategoricalDistribution(PRECISIONS),
+            BATCH_SIZE.name: IntDistribution(min(sizes), max(sizes), log=True),
+        }
         # Only trials with a non-default value of a further dimension have these parameters.
         self._variant_distributions: dict[str, BaseDistribution] = {
-            dimension.name: CategoricalDistribution(tuple(dict.fromkeys((dimension.default, *values))))
+            dimension.name: CategoricalDistribution(
+                dimension.values if isinstance(dimension, Variant) else (dimension.default, *values)
+            )
             for dimension in space.tried_on_leader
             if isinstance(dimension, Variant | Argument) and (values := space.variants.get(dimension.name, ()))
         }
@@ -161,7 +168,7 @@ class Study:
         except ValueError as error:
             message = f"A trial that was enqueued in study {self.name} cannot be run: {error}."
             raise StudyError(message, "Run the same command again to continue without that trial.") from error
-        suggested_parameters = {dimension.name: trial.params[dimension.name] for dimension in SPACE_DIMENSIONS}
+        suggested_parameters = {dimension.name: trial.params[dimension.name] for dimension in _SPACE_DIMENSIONS}
         suggested_pair = None
         if MODES[suggested_parameters["precision"]].takes_scaler:
             low, high = (2.0**log2_scale for log2_scale in LOG2_INIT_SCALES)
@@ -319,14 +326,6 @@ class Study:
         return msgspec.structs.replace(setting.without_variants, pinned_modules=()) in self._legal
 
 
-def _distribution(dimension: Dimension[Any], settings: Sequence[Setting]) -> BaseDistribution:
-    """Return Optuna's distribution over the settings' values of a dimension."""
-    values = sorted({getattr(setting, dimension.name) for setting in settings}, key=dimension.risk)
-    if all(isinstance(value, int) for value in values):
-        return IntDistribution(min(values), max(values), log=True)
-    return CategoricalDistribution(values)
-
-
 def _set_attributes(owner: optuna.Trial | optuna.Study, attributes: dict[str, Any]) -> None:
     for key, value in attributes.items():
         owner.set_user_attr(key, value)
@@ -334,7 +333,7 @@ def _set_attributes(owner: optuna.Trial | optuna.Study, attributes: dict[str, An
 
 def _parameters(setting: Setting, pair: Pair | None) -> dict[str, Any]:
     """Return the parameters of a setting's trial; without `pair` those of the loss scale are left out."""
-    parameters = {dimension.name: getattr(setting, dimension.name) for dimension in SPACE_DIMENSIONS}
+    parameters = {dimension.name: getattr(setting, dimension.name) for dimension in _SPACE_DIMENSIONS}
     if MODES[setting.precision].takes_scaler and pair is not None:
         parameters["init_scale"], parameters["growth_interval"] = pair
     return parameters

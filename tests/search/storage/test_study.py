@@ -227,6 +227,19 @@ def test_a_killed_search_leaves_trials_that_the_next_one_marks_and_goes_on_from(
     assert added.constraints == {"runs": 1.0}
 
 
+def test_a_search_is_resumed_where_other_precisions_and_variants_can_be_tried(file: Path) -> None:
+    compiled = replace(at("fp32", 32), compile="default")
+    sessions = [(PRECISIONS, ("default", "reduce-overhead")), (("fp32",), ("default",)), (PRECISIONS, ("default",))]
+    records: list[Record] = []
+    for number, (precisions, values) in enumerate(sessions):
+        records += [record(2 * number, at("fp32", 32), measured()), record(2 * number + 1, compiled, measured())]
+        candidates = tuple(at(p, 32) for p in precisions)
+        space = Space(candidates=candidates, baseline=at("fp32", 32), variants={"compile": values})
+        with Study.open(file, "demo", Ledger(space, records, search_id="s1")):
+            pass
+    assert [trial.user_attrs["record"] for trial in trials(file)] == [0, 1, 2, 3, 4, 5]
+
+
 def test_records_of_trials_are_added_once(file: Path) -> None:
     records = [
         record(0, at("fp32", 32), measured(10.0)),
