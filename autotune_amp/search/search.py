@@ -91,12 +91,18 @@ def run_search(
                     recommendation = None if is_fresh else saved_recommendation_for(fingerprint)
                     if recommendation is not None:
                         return recommendation
-                if cached is not None and not is_fresh and not cached.search.was_interrupted:
-                    for line in cached.fingerprint.differences(fingerprint):
-                        progress.note(f"Searching again: {line}.")
+                finished = None if cached is None or is_fresh or cached.search.was_interrupted else cached
+                for line in () if finished is None else finished.fingerprint.differences(fingerprint):
+                    progress.note(f"Searching again: {line}.")
                 search_id = folder.search_id(fingerprint, is_fresh=is_fresh)
                 try:
-                    return search.run(backend, fingerprint, search_id, uses_shared_setting=not is_fresh)
+                    return search.run(
+                        backend,
+                        fingerprint,
+                        search_id,
+                        uses_shared_setting=not is_fresh,
+                        is_saved_if_interrupted=finished is None,
+                    )
                 except BaseException:  # a recommendation contains these lines itself
                     for line in source.leftovers():
                         progress.note(line)
@@ -142,12 +148,19 @@ class _Search:
         return backend
 
     def run(
-        self, backend: WorkloadBackend, fingerprint: Fingerprint, search_id: str, *, uses_shared_setting: bool
+        self,
+        backend: WorkloadBackend,
+        fingerprint: Fingerprint,
+        search_id: str,
+        *,
+        uses_shared_setting: bool,
+        is_saved_if_interrupted: bool,
     ) -> Recommendation:
         """Open the workload, build the space, run the stages, decide and save; return the recommendation.
 
         With `uses_shared_setting`, a search without records first tries the best setting that the storage has for the
-        same code.
+        same code. Unless `is_saved_if_interrupted`, the folder keeps the recommendation of an earlier search when this
+        one is interrupted.
         """
         opened, load_before = self._open(backend)
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
@@ -168,11 +181,17 @@ class _Search:
             target=self._source.target,
             command_template=self._source.command_template,
         )
-        recommendation = self.folder.save(recommendation)
+        if interruption is None or is_saved_if_interrupted:
+            recommendation = self.folder.save(recommendation)
         if interruption is not None:
-            trials = count(len(ledger.trials), "trial")
+            trials, place = count(len(ledger.trials), "trial"), self.folder.recommendation_path
+            kept = (
+                "the best so far is in"
+                if is_saved_if_interrupted
+                else "the recommendation of an earlier search stays in"
+            )
             raise SearchInterruptedError(
-                f"{interruption} after {trials}; the best so far is in {self.folder.recommendation_path}.",
+                f"{interruption} after {trials}; {kept} {place}.",
                 "Run the same search again to continue it.",
                 recommendation.excluded,
                 recommendation,
