@@ -11,7 +11,8 @@ import torch
 from scripted_backend import ScriptedSearch, candidate, described, hardware, measured
 
 from autotune_amp.core.config import AmpConfig, training_arguments
-from autotune_amp.core.outcome import Outcome
+from autotune_amp.core.evidence import Objective
+from autotune_amp.core.outcome import Measurement, Outcome
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.integrations.export import ExportSource, export
@@ -129,6 +130,26 @@ def test_workers_that_do_not_help_are_not_recommended() -> None:
     (warning,) = [w for w in decision.warnings if "loader" in w]
     assert warning.startswith("The data loader sets the speed: ")
     assert "with 1 worker (" in warning
+
+
+@pytest.mark.parametrize(("objective", "rate"), [("tokens", 1.0), ("speed", 1000.0)])
+def test_a_wait_is_long_by_its_seconds_whatever_the_speed_counts(objective: Objective, rate: float) -> None:
+    """With samples of 4,096 tokens, or with samples per second of a thousand ranks."""
+    machine = LoadingMachine(load_rate=60.0, num_cpus=2)
+
+    def answer(spec: Trial) -> Outcome:
+        outcome = machine.answer(spec)
+        assert isinstance(outcome, Measurement)
+        speed = outcome.samples_per_second
+        return msgspec.structs.replace(outcome, samples_per_second=rate * speed, tokens_per_second=4096 * speed)
+
+    machine.ledger.requested_objective, machine.searched.backend._answer = objective, answer
+    machine.searched.measure(*(c for c in SPACE.candidates if c.batch_size == 32))
+    target = candidate("bf16", 32)
+    for num_workers in (1, 2):  # the second although the first gains
+        setting = LoaderWorkers(Checks()).setting(machine.ledger, machine.searched.job_defaults)
+        assert setting == msgspec.structs.replace(target, num_workers=num_workers)
+        machine.searched.measure(setting)
 
 
 class CrowdedMachine(LoadingMachine):
