@@ -43,7 +43,7 @@ PLATEAU = 0.03  # settings that are slower than the fastest by no more are as go
 MIN_GAIN = 0.03  # gain from which on a setting, a variant, more workers or a larger batch is worth a change
 SPEED_ERROR = 0.03  # by which the lead of one setting over another may be wrong
 MAX_DATA_SHARE = 0.10  # above this share of a step spent waiting for data, loading limits the speed (studies/README.md)
-MIN_COMPUTING_SHARE = 0.05  # lower bound of the share of a step spent computing, which speeds are divided by
+MIN_COMPUTING_SHARE = 0.02  # lower bound of the share of a step spent computing, which speeds are divided by
 
 BEFORE_CONFIRMATION = ("search", "fallback")  # purposes of the trials that decide which settings are confirmed
 
