@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,14 @@ def test_the_weighting_is_said_where_the_config_or_a_plan_accumulates(
     is_done = verdict == "weighted"
     weighing = msgspec.structs.replace(built(**KEPT), weighs_passes=True)
     assert accumulation_warnings(weighing, chosen, config, accumulation(verdict)) == (([], []) if is_done else said)
+
+
+def test_a_changed_effective_batch_size_is_that_of_all_ranks() -> None:
+    where = Space(candidates=(), baseline=candidate("fp32", 8), num_batches=2)
+    ((warning,), _) = accumulation_warnings(
+        where, candidate("bf16", 32), AmpConfig(precision="bf16", batch_size=32), None
+    )
+    assert re.findall(r"[0-9]+", warning) == ["16", "64", "16"]
 
 
 @pytest.mark.parametrize("verdict", ["mean", "inexact"])

@@ -400,12 +400,11 @@ def accumulation_warnings(
     """
     warnings: list[str] = []
     notes: list[str] = []
-    current_size, new_size = space.baseline.effective_batch_size, chosen.effective_batch_size
+    current_size, new_size = (c.effective_batch_size * space.num_batches for c in (space.baseline, chosen))
     if current_size != new_size:
         warnings.append(
             f"The effective batch size changes from {current_size} to {new_size} samples per optimizer step, so that "
-            "the learning rate may need tuning. "
-            f"Use --effective-batch-size {current_size * space.num_batches} to keep it."
+            f"the learning rate may need tuning. Use --effective-batch-size {current_size} to keep it."
         )
     num_steps = [config.accumulation_steps, *(plan.accumulation_steps for plan in config.plans)]
     if max(num_steps) == 1:
