@@ -462,6 +462,15 @@ def test_a_step_down_without_a_plan_is_said(
     assert not any("No plan" in w for w in decided(log, space=alone).notes)
 
 
+@pytest.mark.parametrize("chosen", [at("fp16", 32), at("bf16", 32, weights="bf16")], ids=["unfaithful", "weights"])
+def test_a_step_down_that_is_left_out_on_purpose_is_not_missed(chosen: Setting) -> None:
+    log = Log().add(chosen, 200.0)
+    if chosen.precision == "fp16":
+        log.add(at("bf16", 16), fidelity("bf16", "unfaithful"), "fidelity").add(at("fp32", 32), 90.0, "fallback")
+    space = Space(candidates=tuple(at(p, 32) for p in ("fp32", "bf16", "fp16")), baseline=at("fp32", 16))
+    assert not any("No plan" in note for note in decided(log, space=space).notes)
+
+
 @given(
     st.dictionaries(candidates.filter(lambda c: not c.as_found), st.floats(1.0, 1000.0), min_size=1, max_size=8),
     st.data(),

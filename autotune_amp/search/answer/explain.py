@@ -21,6 +21,7 @@ from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import PLATEAU, Merit, SettingRuns, least_speed
 from autotune_amp.search.space import SAME_MEMORY_SHARE, Space, without_excluded
+from autotune_amp.search.stages.fallbacks import fallback_precisions
 from autotune_amp.trial.failures import suggested_fix
 
 # Relative half width of an interval above which processes are said to disagree. Processes that differ by 5 %, as the
@@ -237,7 +238,7 @@ def warnings_and_notes(
         *measurement[1:],
         *numerical_notes,
         *accumulation_notes,
-        *_missing_plan_notes(space, config),
+        *_missing_plan_notes(ledger, chosen_runs.candidate, config),
         *_own_loop_notes(chosen_runs, description),
         *([_WHOLE_DEVICE] if ledger.objective == "energy" else []),
         *([_COMPARED_BY_TOKENS] if ledger.objective != ledger.requested_objective else []),
@@ -312,13 +313,13 @@ def _numerical_warnings_and_notes(
     return warnings, notes
 
 
-def _missing_plan_notes(space: Space, config: AmpConfig) -> list[str]:
-    precisions = {c.precision for c in space.candidates} - {plan.precision for plan in config.plans}
+def _missing_plan_notes(ledger: Ledger, chosen: Setting, config: AmpConfig) -> list[str]:
+    planned = {plan.precision for plan in config.plans}
     return [
         f"No plan for stepping down to {precision} was measured: if {config.precision} fails during training, the "
         "batch size that fits in memory is unknown. A larger --budget may measure one."
-        for precision in MODES[config.precision].rungs_below
-        if precision in precisions
+        for precision in fallback_precisions(ledger, chosen)
+        if precision not in planned
     ]
 
 
