@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from autotune_amp.core.errors import AutotuneAmpError, ClusterLostError, InvalidRequestError, StudyError
-from autotune_amp.core.hardware import MachineLoad
+from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import (
     Fingerprint,
@@ -292,17 +292,15 @@ class _Search:
         )
         if opened.why_not_forked is not None:
             self._notes.append(f"Trials shared one process until it failed: {opened.why_not_forked}.")
-        hardware = opened.hardware
-        held_bytes_by_caller = max(
-            hardware.memory.held_by_caller, held_bytes(hardware.device) if self.devices.is_here else 0
-        )
+        hardware, device = opened.hardware, device_of_caller(opened.hardware, self._options)
+        held_bytes_by_caller = max(hardware.memory.held_by_caller, held_bytes(device) if self.devices.is_here else 0)
         hardware = replace(hardware, memory=replace(hardware.memory, held_by_caller=held_bytes_by_caller))
         self._progress.found_hardware(hardware)
         self._notes += hardware.notes
         self._warnings += alone(self._options.num_ranks, hardware.device)
         if held_bytes_by_caller > _MIN_HELD_SHARE_TO_WARN * hardware.memory.total:
             self._warnings.append(
-                f"The calling process holds {size(held_bytes_by_caller)} on {hardware.device}, which trials could not "
+                f"The calling process holds {size(held_bytes_by_caller)} on {device}, which trials could not "
                 "use. Create the data and the model inside functions that the trial calls, or move them off the GPU "
                 "and call torch.cuda.empty_cache() before searching."
             )
@@ -416,6 +414,11 @@ class _Search:
         return explain.nothing_works_error(ledger, excluded, step_seconds is not None) or self.budget.too_small_error(
             step_seconds
         )
+
+
+def device_of_caller(hardware: Hardware, options: SearchOptions) -> str:
+    """Return the first device's name in the calling process. The process of each of several GPUs sees only its own."""
+    return hardware.device if options.devices in (None, "all") else options.first_device
 
 
 def search_stages(study: Study) -> tuple[Stage, ...]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from scripted_backend import ScriptedBackend, described, hardware, measurement
 from test_load_warnings import load
 
@@ -15,7 +16,7 @@ from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.search import _Search
+from autotune_amp.search.search import _Search, device_of_caller
 from autotune_amp.search.source import OpenedWorkload, Source
 from autotune_amp.search.storage.folder import StudyFolder
 
@@ -50,3 +51,11 @@ def test_ctrl_c_saves_the_best_so_far_but_over_no_finished_recommendation(
     assert isinstance(caught.value.best, Recommendation)
     assert folder.recommendation_path.exists() == is_first
     assert len(folder.records("s-1")) == 1
+
+
+@pytest.mark.parametrize(
+    ("devices", "device"), [(None, "cuda:0"), ("all", "cuda:0"), ((1, 2), "cuda:1")], ids=["one", "all", "listed"]
+)
+def test_memory_that_the_caller_holds_is_read_on_the_gpu_that_it_names(devices: Any, device: str) -> None:
+    found = replace(hardware({"fp32": 1.0}), device="cuda:0")  # as each of several GPUs is called by its process
+    assert device_of_caller(found, SearchOptions(devices=devices)) == device
