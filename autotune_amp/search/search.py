@@ -228,6 +228,7 @@ class _Search:
                 self._progress.note(planner.forecast(ledger, may_fork="share_build" in backend.abilities))
             share_building(backend, planner, ledger, self._progress)
             for _ in run_stages(search_stages(study), runner):
+                study.catch_up(ledger)
                 if ledger.merits:
                     ranking.raise_if_unmeasured(self._options.objective, ledger.merits.values())
                 if not runner.pending:
@@ -428,7 +429,7 @@ def search_stages(study: Study) -> tuple[Stage, ...]:
     # A faster setting may wait for data again, so the number of workers is raised before and after.
     on_the_winner = workers, Variants(checks), workers, later
     # A fallback that is faster than its contender becomes a contender itself, and is checked like any other.
-    return *exploration_stages(study), checks, scales, *on_the_winner, fallbacks, later, scales, fallbacks
+    return *exploration_stages(), checks, scales, *on_the_winner, fallbacks, later, scales, fallbacks
 
 
 def confirmation_stages(shortlist: Shortlist, environment: dict[str, str], options: SearchOptions) -> tuple[Stage, ...]:

@@ -121,6 +121,7 @@ def play_search(
     planner, study = Planner(job_defaults, budget), _study(ledger, seed)
     runner = Runner(backend, ledger, planner, watchers)
     for _ in run_stages(search_stages(study), runner):
+        study.catch_up(ledger)
         if not runner.pending:
             share_building(backend, planner, ledger, ends)
     backend.close()

@@ -303,10 +303,11 @@ class ScriptedSearch:
         """With the sharing of what is built between trials, as a real search has it."""
         with Study.open(self.storage, "scripted", self.ledger) as study:
             self.job_defaults = replace(self.job_defaults, max_trials=max_trials)
-            stages: list[Stage] = [*exploration_stages(study), Checks(), LossScales(study)]
+            stages: list[Stage] = [*exploration_stages(), Checks(), LossScales(study)]
             if not is_checked:
                 stages = [stage for stage in stages if not isinstance(stage, (Checks, LossScales))]
             for _ in run_stages(stages, self.runner()):
+                study.catch_up(self.ledger)
                 self.share_building()
 
     def share_building(self) -> None:

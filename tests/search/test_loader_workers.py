@@ -64,8 +64,9 @@ class LoadingMachine:
         with Study.open("sqlite://", "scripted", self.ledger) as study:
             self.searched.job_defaults = msgspec.structs.replace(self.searched.job_defaults, max_trials=max_trials)
             checks = Checks()
-            for stage in (*exploration_stages(study), checks, LoaderWorkers(checks)):
+            for stage in (*exploration_stages(), checks, LoaderWorkers(checks)):
                 self.searched.run(stage)
+            study.catch_up(self.ledger, is_over=True)
             told = [trial.user_attrs["candidate"] for trial in study._study.trials]
         assert not any("worker" in name for name in told), "other workers are not in the study's space"
         self.searched.measure_fallbacks()

@@ -131,19 +131,17 @@ def answer(trial: Trial) -> Outcome:
 @pytest.mark.parametrize("max_trials", [1, 2, 3, 6])
 def test_no_more_trials_than_asked_for(max_trials: int) -> None:
     searched = ScriptedSearch(SPACE, answer)
-    with Study.open("sqlite://", "slots", searched.ledger) as study:
-        searched.job_defaults = replace(searched.job_defaults, max_trials=max_trials)
-        for _ in run_stages(exploration_stages(study), on_slots(searched, 4)):
-            pass
+    searched.job_defaults = replace(searched.job_defaults, max_trials=max_trials)
+    for _ in run_stages(exploration_stages(), on_slots(searched, 4)):
+        pass
     assert sum(r.purpose == "search" for r in searched.records) == max_trials
 
 
 def test_the_study_knows_every_trial_and_its_slot() -> None:
     searched = ScriptedSearch(SPACE, answer)
     with Study.open("sqlite://", "slots", searched.ledger) as study:
-        for _ in run_stages(exploration_stages(study), on_slots(searched, 4)):
-            pass
-        study.catch_up(searched.ledger, is_over=True)
+        for _ in run_stages(exploration_stages(), on_slots(searched, 4)):
+            study.catch_up(searched.ledger)
         told = {t.user_attrs["record"]: t.user_attrs["slot"] for t in study._study.trials}
     tried = {r.number: r.slot for r in searched.records if r.purpose == "search"}
     assert told == tried

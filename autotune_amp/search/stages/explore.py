@@ -10,7 +10,6 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import ClassVar
 
@@ -31,7 +30,6 @@ from autotune_amp.search.run import Stage
 from autotune_amp.search.space import Space, excluded_by_outcomes, is_hopelessly_slow, without_excluded
 from autotune_amp.search.stages.checks import AccumulationCheck, Checks
 from autotune_amp.search.stages.throughput_model import ThroughputModel
-from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
 
 MAX_PROCESSES = 4  # maximum number of trials of one setting
@@ -42,19 +40,16 @@ BYTES_PER_PARAMETER = 4
 MEMORY_MARGIN = 1.1
 
 
-@dataclass
 class _ExplorationStage(ABC):
     """Base class of stages that try settings until none is promising, or until time or trials are used up."""
 
     is_exclusive: ClassVar[bool] = False
-    study: Study
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """Return the trial to run next, or None."""
-        self.study.catch_up(ledger.actual)
         left_seconds = self._seconds_left(ledger, planner)
         setting = self.next_setting(ledger, planner, left_seconds)
-        return None if setting is None else planner.trial(ledger, self.study.ask(setting).setting, left_seconds)
+        return None if setting is None else planner.trial(ledger, setting, left_seconds)
 
     def next_setting(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
         """Return the setting to try next, or None if there is none or no time for a trial."""
@@ -114,14 +109,14 @@ class PromisingSettings(_ExplorationStage):
         )
 
 
-def exploration_stages(study: Study) -> tuple[Stage, ...]:
+def exploration_stages() -> tuple[Stage, ...]:
     """Return the exploration stages in order: every precision, then other batch sizes, then a check of the fastest.
 
     A check costs as much as two trials where processes start slowly. If it rules a precision out, the batch sizes of
     others are tried, of which the fastest is checked. Settings nearly as fast as the best are measured again after the
     further dimensions, which may gain more (`stages.variants`).
     """
-    seeds, promising, checks = SeedSettings(study), PromisingSettings(study), Checks(only_winner=True)
+    seeds, promising, checks = SeedSettings(), PromisingSettings(), Checks(only_winner=True)
     return seeds, AccumulationCheck(), seeds, promising, checks, seeds, promising, checks, seeds
 
 
