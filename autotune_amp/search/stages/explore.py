@@ -25,7 +25,7 @@ from autotune_amp.processes.local import Backend
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import JobDefaults, Planner, num_timed_passes
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.ranking import is_limited_by_data
+from autotune_amp.search.ranking import is_limited_by_data, throughput
 from autotune_amp.search.run import Stage
 from autotune_amp.search.space import Space, excluded_by_outcomes, is_hopelessly_slow, without_excluded
 from autotune_amp.search.stages.checks import AccumulationCheck, Checks
@@ -165,7 +165,9 @@ def next_promising(
     if not throughputs or not choosable:
         return None
     throughput_model = ThroughputModel(throughputs, untried)
-    fastest = max(m.samples_per_second for measurements in ledger.measurements.values() for m in measurements)
+    measured = [m for measurements in ledger.measurements.values() for m in measurements]
+    fastest = max(m.samples_per_second for m in measured)
+    tokens_per_sample = median(throughput(ledger.objective, m) / m.samples_per_second for m in measured)
     num_tried = Counter(r.candidate for r in ledger.records if r.purpose == "search")
 
     def seconds(setting: Setting) -> float:
@@ -174,8 +176,9 @@ def next_promising(
         if setting.is_compiled:
             compile_times = [m.first_step_seconds for m in ledger.measurements.get(setting, ())]
             compiling = max(compile_times, default=planner.compile_seconds(ledger))
-        # For energy, or without the wait for data, `throughput` is not samples per second.
-        speed = fastest if ledger.objective == "energy" else min(fastest, throughput_model.throughput(setting))
+        # For energy the model's throughput is not samples per second, and without the wait for data it is too high.
+        predicted = math.inf if ledger.objective == "energy" else throughput_model.throughput(setting)
+        speed = min(fastest, predicted / tokens_per_sample)
         num_samples = setting.batch_size * num_timed_passes(setting) * planner.job_defaults.description.num_batches
         return compiling + planner.trial_seconds(ledger, num_samples / speed)
 
