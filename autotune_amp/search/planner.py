@@ -303,7 +303,9 @@ class Planner:
             return max(seconds)
         if not isinstance(baseline_outcome, Measurement):
             return self.job_defaults.setup_seconds
-        passes = NUM_CHECK_PASSES * ledger.space.check_batch_size / baseline_outcome.samples_per_second
+        # One rank checks, and samples per second are those of all.
+        seconds_per_sample = baseline_outcome.step_seconds / ledger.space.baseline.effective_batch_size
+        passes = NUM_CHECK_PASSES * ledger.space.check_batch_size * seconds_per_sample
         num_starts = 2 if self.job_defaults.are_trials_fresh and self.job_defaults.num_together == 1 else 1
         return num_starts * self.setup_seconds(ledger) + passes
 
@@ -518,8 +520,8 @@ class Planner:
 
 
 def _has_checks(space: Space) -> bool:
-    """Whether any setting of the space needs a fidelity check, with arguments of a command or without."""
-    affects_numerics = any(not name.startswith("!") for name in space.argument_values)
+    """Whether any setting to try needs a fidelity check, with arguments of a command or without."""
+    affects_numerics = any(not name.startswith("!") and space.variants.get(name) for name in space.argument_values)
     return affects_numerics or any(ranking.needs_check(c, space) for c in (*space.candidates, space.baseline))
 
 
