@@ -363,7 +363,7 @@ class Ledger:
             )
             winner = next(improvements, baseline)
         others = [c for c in ranked if c != winner and not c.as_found]
-        last_tier = max(ranking.UNDECIDED_TIER, min((tiers[c] for c in others), default=0))
+        last_tier = ranking.best_tier(tiers[c] for c in others)
         sound_settings = [c for c in others if tiers[c] <= last_tier]
         fastest = max(speed for c, speed in self.speeds.items() if c == winner or c in sound_settings)
         is_by_throughput = objective in THROUGHPUT_OBJECTIVES
@@ -476,7 +476,7 @@ class Ledger:
         Faithful and undecided settings count as one tier, and unchecked ones as faithful.
         """
         tiers = {c: ranking.tier(self.fidelity.get(ranking.check_key(c))) for c in settings if not c.as_found}
-        last_tier = max(ranking.UNDECIDED_TIER, min(tiers.values(), default=0))
+        last_tier = ranking.best_tier(tiers.values())
         return {c for c, tier in tiers.items() if tier <= last_tier}
 
     def break_even_steps(self, setting: Setting) -> float | None:

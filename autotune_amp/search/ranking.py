@@ -305,13 +305,18 @@ def tier(verdict: Fidelity | None) -> int:
     return 0 if verdict is None else _TIERS.get(verdict.verdict, 0)
 
 
+def best_tier(tiers: Iterable[int]) -> int:
+    """Return the last tier that is as good as the best of these: faithful and undecided settings count as one."""
+    return max(UNDECIDED_TIER, min(tiers, default=0))
+
+
 def contenders(
     merits: Mapping[Setting, Merit], tiers: Mapping[Setting, int], baseline: Setting
 ) -> dict[Setting, Merit]:
     """Return the settings that may replace the baseline: those that a config can express, in no later tier than the
     baseline. Undecided ones are included.
     """
-    last_tier = max(min(tiers.values()), tiers.get(baseline, 0), UNDECIDED_TIER)
+    last_tier = max(best_tier(tiers.values()), tiers.get(baseline, 0))
     return {c: merit for c, merit in merits.items() if tiers[c] <= last_tier and not c.as_found}
 
 
