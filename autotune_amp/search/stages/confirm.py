@@ -150,30 +150,22 @@ class ConfirmationRounds:
         if gain_and_rounds is None:
             return True
         gain, num_rounds = gain_and_rounds
-        runs = [
-            ConfirmationRun(self._contenders.winner, "confirm", {}),
-            ConfirmationRun(self._contenders.baseline, "confirm", {}),
-        ]
-        num_starts = math.ceil(planner.job_defaults.num_starts(len(runs)))  # a further round loads by itself
-        seconds = num_rounds * planner.runs_seconds(ledger, [run.setting for run in runs], num_starts)
+        num_starts = math.ceil(planner.job_defaults.num_starts(2))  # a further round loads by itself
+        compared = [self._contenders.winner, self._contenders.baseline]
+        seconds = num_rounds * planner.runs_seconds(ledger, compared, num_starts)
         return num_rounds > len(self._rounds_left) or gain < planner.min_gain(seconds)
 
     def _is_loaded_together(self, ledger: Ledger, planner: Planner, number: int) -> bool:
         """Whether the process of round `number` (from 1) loads at the same time as those of the other rounds."""
         return planner.job_defaults.loads_together and number <= planner.num_rounds(ledger)
 
-    def _round_seconds(self, runs: Sequence[ConfirmationRun], ledger: Ledger, planner: Planner) -> float:
-        """Return the predicted seconds of the runs of one round, including process starts."""
-        return planner.runs_seconds(ledger, [run.setting for run in runs], planner.job_defaults.num_starts(len(runs)))
-
     def _plan_next_round(self, ledger: Ledger, planner: Planner) -> list[ConfirmationRun]:
         """Return the runs of the round `self._round` that fit in the remaining time; see `plan_round`."""
         is_loaded_together = self._is_loaded_together(ledger, planner, self._num_rounds_started + 1)
 
         def seconds_of(runs: Sequence[ConfirmationRun]) -> float:
-            if is_loaded_together:
-                return planner.runs_seconds(ledger, [run.setting for run in runs], 0)
-            return self._round_seconds(runs, ledger, planner)
+            num_starts = 0 if is_loaded_together else planner.job_defaults.num_starts(len(runs))
+            return planner.runs_seconds(ledger, [run.setting for run in runs], num_starts)
 
         left_seconds = planner.budget.left() - (self._ending_seconds_left(ledger, planner) if self._round == 0 else 0.0)
         num_together = planner.job_defaults.num_together
