@@ -251,15 +251,10 @@ class Planner:
                 seconds.append(record.seconds - measured.first_step_seconds - num_steps * step_seconds)
         return max(0.0, median(seconds)) if seconds else self.job_defaults.setup_seconds
 
-    @property
-    def measurement_limit_seconds(self) -> float:
-        """Return the maximum number of seconds for which a trial measures."""
-        return measurement_limit_seconds(self.budget.seconds)
-
     def trial_seconds(self, ledger: Ledger, step_seconds: float) -> float:
         """Return the predicted seconds of a trial whose steps take `step_seconds`."""
         num_unmeasured, num_measured = NUM_STEPS_FORESEEN
-        measuring = min(num_measured * step_seconds, self.measurement_limit_seconds + step_seconds)
+        measuring = min(num_measured * step_seconds, measurement_limit_seconds(self.budget.seconds) + step_seconds)
         return self.setup_seconds(ledger) + num_unmeasured * step_seconds + measuring
 
     def waiting_seconds(self, ledger: Ledger) -> float:
@@ -468,7 +463,7 @@ class Planner:
             seconds = min(seconds, HOPELESS_TIMES * longest_seconds - used_seconds)
         if setting.is_compiled:  # compilation time is unknown
             seconds = min(seconds, self.budget.left() / 2)
-        limits: dict[str, Any] = {"measure_seconds": self.measurement_limit_seconds}
+        limits: dict[str, Any] = {"measure_seconds": measurement_limit_seconds(self.budget.seconds)}
         needs_energy = ledger.objective == "energy"
         if needs_energy:  # measure as long as a counter needs, however steady or slow the steps are
             limits["measure_seconds"] = min(METERED_SECONDS, limits["measure_seconds"])
