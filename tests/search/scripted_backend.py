@@ -27,7 +27,7 @@ from autotune_amp.core.outcome import (
     Verdict,
 )
 from autotune_amp.core.precisions import Precision
-from autotune_amp.core.recommendation import Decision
+from autotune_amp.core.recommendation import Decision, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.processes.local import Ability, Slot
@@ -48,6 +48,7 @@ from autotune_amp.trial.jobs import Check, Trial
 
 SETUP_SECONDS = 0.5
 CHECK_SECONDS = 1.0
+SUMMARY = SearchSummary(study="scripted", num_trials=0, num_failures=0, seconds=1.0)
 
 
 class ScriptedBackend:
@@ -326,7 +327,7 @@ class ScriptedSearch:
         self.run(ConfirmationRounds(chosen, environment))
 
     def decide(self, environment: Mapping[str, str]) -> Decision:
-        return decide(self.ledger, environment=environment, description=self.job_defaults.description)
+        return decide(self.ledger, environment=environment, search=SUMMARY, description=self.job_defaults.description)
 
     @property
     def records(self) -> Sequence[Record]:

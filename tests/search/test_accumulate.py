@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from scripted_backend import ScriptedSearch, accumulation, calibration, candidate, fidelity, ledger_of
+from scripted_backend import SUMMARY, ScriptedSearch, accumulation, calibration, candidate, fidelity, ledger_of
 from test_decide import Log
 from test_space import LOOP
 from test_space import space as built
@@ -88,7 +88,9 @@ def test_what_is_not_shown_to_be_exact_is_withheld_with_the_reason(
     assert not any(why in w for w in decision.warnings), "it changes nothing of what is done"
     assert {e.batch_size for e in decision.excluded} == {32}
     again = ledger_of(on.ledger.records, built(**KEPT), on.ledger.scales)
-    assert decide(again, environment=HELD) == decision, "judged from the records alone"
+    description = on.searched.job_defaults.description
+    decided = decide(again, environment=HELD, search=SUMMARY, description=description)
+    assert decided == decision, "judged from the records alone"
 
 
 @pytest.mark.parametrize("verdict", ["inexact", "unchecked"])

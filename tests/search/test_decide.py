@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_backend import accumulation, described, fidelity, ledger_of, shortlist
+from scripted_backend import SUMMARY, accumulation, described, fidelity, ledger_of, shortlist
 from scripted_backend import measurement as measured
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
@@ -75,7 +75,7 @@ def decided(
     for check in checks if is_checked else ():
         made.add(at(check.precision, 16, pinned_modules=check.pinned_modules), fidelity(check.precision), "fidelity")
     ledger = ledger_of(made.records, space, more.pop("scales", None), more.pop("objective", "speed"))
-    return decide(ledger, environment=environment or {}, **more)
+    return decide(ledger, environment=environment or {}, **{"search": SUMMARY, "description": described(), **more})
 
 
 def usual() -> Log:

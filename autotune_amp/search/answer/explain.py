@@ -45,7 +45,7 @@ def reason(
     contenders: Mapping[Setting, Merit],
     baseline_merit: Merit | None,
     unsure: tuple[Setting, float, float] | None,
-    search: SearchSummary | None,
+    search: SearchSummary,
     *,
     is_kept: bool,
 ) -> str:
@@ -100,11 +100,9 @@ def is_only_baseline_tried(ledger: Ledger) -> bool:
     return {r.candidate for r in ledger.trials} == {ledger.space.baseline} != set(ledger.space.candidates)
 
 
-def _reason_if_only_baseline_ran(ledger: Ledger, search: SearchSummary | None) -> str:
+def _reason_if_only_baseline_ran(ledger: Ledger, search: SearchSummary) -> str:
     """Return the reason for the recommendation if only the baseline was measured, with the next step."""
     text = f"Only {ledger.space.baseline} was measured"
-    if search is None:
-        return f"{text}, and nothing was compared with it."
     if not search.is_budget_spent:
         return f"{text}, and nothing was compared with it. Allow more --trials."
     text += f" in {search.seconds:.0f} s"
@@ -203,8 +201,8 @@ def warnings_and_notes(
     evidence: Evidence,
     config: AmpConfig,
     why_uncalibrated: str | None,
-    description: Description | None,
-    search: SearchSummary | None,
+    description: Description,
+    search: SearchSummary,
 ) -> tuple[list[str], list[str]]:
     """Return warnings that the user should act on, the most important first, and notes.
 
@@ -212,14 +210,13 @@ def warnings_and_notes(
     ended, and the load by other processes before it.
     """
     space = ledger.space
-    load_before = None if search is None or search.load is None else machine_load.evidence([search.load])
+    load_before = None if search.load is None else machine_load.evidence([search.load])
     numerical_warnings, numerical_notes = _numerical_warnings_and_notes(ledger, chosen_runs, evidence, why_uncalibrated)
     # Load by other processes also explains processes that disagree and a changed machine: one warning is enough.
     load = machine_load.load_warnings(evidence.load) or machine_load.load_warnings(
         load_before, "search on an idle machine"
     )
-    was_interrupted = search is not None and search.was_interrupted
-    spread, unconfirmed = _measurement_warnings(evidence, was_interrupted=was_interrupted)
+    spread, unconfirmed = _measurement_warnings(evidence, was_interrupted=search.was_interrupted)
     measurement = [*load, *spread]
     accumulation, accumulation_notes = accumulation_warnings(
         space, chosen_runs.candidate, config, evidence.accumulation
@@ -348,9 +345,9 @@ def _loader_warnings(evidence: Evidence) -> list[str]:
     ]
 
 
-def memory_warnings(description: Description | None) -> list[str]:
+def memory_warnings(description: Description) -> list[str]:
     """Return a warning if a batch that takes more memory than the measured ones may exist."""
-    if description is None or description.has_worst_batch:
+    if description.has_worst_batch:
         return []
     sizes, batch_sizes, problem = description.sample_sizes, description.batch_sizes_seen, description.scan_problem
     if problem is not None:
@@ -366,9 +363,9 @@ def memory_warnings(description: Description | None) -> list[str]:
     return [f"{warning}; another batch may take more memory. Name the largest one with Workload(worst_batch=...)."]
 
 
-def _own_loop_notes(chosen_runs: SettingRuns, description: Description | None) -> list[str]:
+def _own_loop_notes(chosen_runs: SettingRuns, description: Description) -> list[str]:
     """Return a note if the speed was not measured in the framework's own Trainer."""
-    if description is None or description.trainer is None or all(m.is_own_loop for m in chosen_runs.measurements):
+    if description.trainer is None or all(m.is_own_loop for m in chosen_runs.measurements):
         return []
     problems = [m.why_not_own_loop for m in chosen_runs.measurements if m.why_not_own_loop is not None]
     next_step = (
