@@ -15,11 +15,9 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
-from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import fit_memory
-from autotune_amp.core.outcome import Measurement, Outcome
+from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.precisions import Precision
-from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import Backend
 from autotune_amp.search.ledger import Ledger
@@ -27,7 +25,7 @@ from autotune_amp.search.planner import JobDefaults, Planner, num_timed_passes
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.ranking import is_limited_by_data, throughput
 from autotune_amp.search.run import Stage
-from autotune_amp.search.space import Space, excluded_by_outcomes, is_hopelessly_slow, without_excluded
+from autotune_amp.search.space import excluded_by_outcomes, is_hopelessly_slow, without_excluded
 from autotune_amp.search.stages.checks import AccumulationCheck, Checks
 from autotune_amp.search.stages.throughput_model import ThroughputModel
 from autotune_amp.trial.jobs import Trial
@@ -121,12 +119,37 @@ def exploration_stages() -> tuple[Stage, ...]:
 
 
 def untried_seed(ledger: Ledger, job_defaults: JobDefaults) -> Setting | None:
-    """Return the next setting that has to be measured before any other; None once all were tried.
+    """Return the next setting that has to be measured before any other; None once all were tried. Pure.
 
-    These are the baseline, then every precision at its batch size.
+    These are the baseline, the setting nearest to the best of an earlier search, then one of each precision.
     """
-    outcomes, limit = ledger.ordinary_outcomes, job_defaults.memory_limit_bytes
-    return next_seed(job_defaults.hardware, ledger.space, outcomes, limit, ledger.exclusions, job_defaults.similar_best)
+    space, outcomes = ledger.space, ledger.ordinary_outcomes
+    hardware, similar_best = job_defaults.hardware, job_defaults.similar_best
+    if space.baseline not in outcomes:
+        return space.baseline
+    untried = untried_settings(ledger, job_defaults.memory_limit_bytes)
+    if similar_best is not None:
+        same_precision = [c for c in space.candidates if c.precision == similar_best.autocast_precision]
+        nearest = min(same_precision, key=lambda c: abs(math.log(c.batch_size / similar_best.batch_size)), default=None)
+        if nearest in untried:
+            return nearest
+
+    def first_setting(precision: Precision) -> Setting | None:
+        """Return the untried setting nearest to the baseline's batch; None once one ran or failed other than by OOM."""
+        tried = [o for c, o in outcomes.items() if c.precision == precision and not c.as_found]
+        if any(isinstance(outcome, Measurement) or outcome.kind != "oom" for outcome in tried):
+            return None
+        same_precision = [c for c in untried if c.precision == precision]
+        return min(same_precision, key=lambda c: abs(math.log(c.batch_size / space.baseline.batch_size)), default=None)
+
+    def sort_key(precision: Precision) -> tuple[bool, float]:
+        """Return a sort key: precisions with the fastest matrix products first, hopelessly slow ones last, since one of
+        their steps may take longer than the rest of the search.
+        """
+        return is_hopelessly_slow(hardware, precision), -(hardware.precisions[precision].matmul_flops_per_second or 0.0)
+
+    settings = map(first_setting, sorted(dict.fromkeys(c.precision for c in space.candidates), key=sort_key))
+    return next(filter(None, settings), None)
 
 
 def smaller_batch(ledger: Ledger) -> Setting | None:
@@ -236,52 +259,24 @@ def share_building(backend: Backend, planner: Planner, ledger: Ledger, progress:
         backend.keep()
 
 
-def next_seed(
-    hardware: Hardware,
-    space: Space,
-    outcomes: Mapping[Setting, Outcome],
-    memory_limit_bytes: int | None,
-    excluded: Sequence[Exclusion] = (),
-    similar_best: Setting | None = None,
-) -> Setting | None:
-    """Return the next setting without an outcome; None once all were tried.
-
-    These are the baseline, the setting nearest to `similar_best`, then one of each precision. `excluded` lists
-    exclusions beyond those that follow from `outcomes`.
-    """
-    if space.baseline not in outcomes:
-        return space.baseline
-    untried = _untried(space, outcomes, memory_limit_bytes, excluded)
-    if similar_best is not None:
-        same_precision = [c for c in space.candidates if c.precision == similar_best.autocast_precision]
-        nearest = min(same_precision, key=lambda c: abs(math.log(c.batch_size / similar_best.batch_size)), default=None)
-        if nearest in untried:
-            return nearest
-
-    def first_setting(precision: Precision) -> Setting | None:
-        """Return the untried setting nearest to the baseline's batch; None once one ran or failed other than by OOM."""
-        tried = [o for c, o in outcomes.items() if c.precision == precision and not c.as_found]
-        if any(isinstance(outcome, Measurement) or outcome.kind != "oom" for outcome in tried):
-            return None
-        same_precision = [c for c in untried if c.precision == precision]
-        return min(same_precision, key=lambda c: abs(math.log(c.batch_size / space.baseline.batch_size)), default=None)
-
-    def sort_key(precision: Precision) -> tuple[bool, float]:
-        """Return a sort key: precisions with the fastest matrix products first, hopelessly slow ones last, since one of
-        their steps may take longer than the rest of the search.
-        """
-        return is_hopelessly_slow(hardware, precision), -(hardware.precisions[precision].matmul_flops_per_second or 0.0)
-
-    settings = map(first_setting, sorted(dict.fromkeys(c.precision for c in space.candidates), key=sort_key))
-    return next(filter(None, settings), None)
-
-
-def untried_settings(ledger: Ledger, memory_limit_bytes: int | None) -> list[Setting]:
+def untried_settings(ledger: Ledger, memory_limit_bytes: int) -> list[Setting]:
     """Return the candidates that were not tried and are not excluded.
 
     Those that the memory model predicts more than 10 % above the limit are left out.
     """
-    return _untried(ledger.space, ledger.ordinary_outcomes, memory_limit_bytes, ledger.exclusions)
+    outcomes = ledger.ordinary_outcomes
+    points: dict[Precision, list[tuple[int, int]]] = {}
+    for setting, outcome in outcomes.items():
+        if isinstance(outcome, Measurement) and not setting.as_found:
+            points.setdefault(setting.precision, []).append((setting.batch_size, outcome.reserved_memory_bytes))
+    models = {precision: fit_memory(of_it) for precision, of_it in points.items()}
+
+    def may_fit(setting: Setting) -> bool:
+        model = models.get(setting.precision)
+        return model is None or model(setting.batch_size) <= MEMORY_MARGIN * memory_limit_bytes
+
+    legal = without_excluded(ledger.space.candidates, ledger.exclusions)
+    return [c for c in legal if c not in outcomes and may_fit(c)]
 
 
 def untried_promising_settings(ledger: Ledger, job_defaults: JobDefaults, leading: Iterable[Setting]) -> list[Setting]:
@@ -316,21 +311,3 @@ def untried_pinned_settings(ledger: Ledger) -> list[Setting]:
 def is_ordinary_apart_from_pins(setting: Setting) -> bool:
     """Whether `setting` is an ordinary setting, its pinned modules aside."""
     return replace(setting, pinned_modules=()).is_ordinary
-
-
-def _untried(
-    space: Space, outcomes: Mapping[Setting, Outcome], limit: int | None, excluded: Sequence[Exclusion]
-) -> list[Setting]:
-    """Return the settings of the space without an outcome or exclusion that may fit in `limit` bytes."""
-    points: dict[Precision, list[tuple[int, int]]] = {}
-    for setting, outcome in outcomes.items():
-        if isinstance(outcome, Measurement) and not setting.as_found:
-            points.setdefault(setting.precision, []).append((setting.batch_size, outcome.reserved_memory_bytes))
-    models = {precision: fit_memory(of_it) for precision, of_it in points.items()}
-
-    def may_fit(setting: Setting) -> bool:
-        model = models.get(setting.precision)
-        return limit is None or model is None or model(setting.batch_size) <= MEMORY_MARGIN * limit
-
-    legal = without_excluded(space.candidates, (*excluded, *excluded_by_outcomes(space, outcomes)))
-    return [c for c in legal if c not in outcomes and may_fit(c)]
