@@ -74,8 +74,7 @@ class Study:
         self._load = load
         self._note = note
         self._away_since: float | None = None  # monotonic time of the failure or of the last attempt to reach it
-        self._ledger = ledger
-        space = ledger.space
+        self._ledger, space = ledger, ledger.space
         self._legal = (*space.candidates, space.baseline)
         # Only trials with a non-default value of one of these have them as parameters.
         self._further = [
@@ -123,11 +122,6 @@ class Study:
                 opened = cls(storage, load, ledger, note)
             opened.catch_up(ledger)
             yield opened
-
-    @property
-    def name(self) -> str:
-        """Return the study's name in the storage."""
-        return self._study.study_name
 
     def catch_up(self, ledger: Ledger, *, is_over: bool = False) -> None:
         """Add to the study the ledger's trials that it lacks, and replays of the initial pairs of each calibration.

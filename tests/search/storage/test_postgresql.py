@@ -81,7 +81,7 @@ class Searching(ScriptedSearch):
                 study.catch_up(self.ledger)
             self._before(-1)
             study.catch_up(self.ledger, is_over=True)
-            return study.name
+            return study._study.study_name
 
     def numbers(self) -> list[int]:
         return sorted(r.number for r in self.records if r.purpose == "search")

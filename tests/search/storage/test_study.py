@@ -306,10 +306,10 @@ def test_two_folders_that_share_a_storage_leave_each_others_trials_alone(file: P
     with of("/a"):
         for folder, name in (("/b", "demo-s1"), ("/c", "demo-s1-2"), ("/d", "demo-s1-3"), ("/b", "demo-s1")):
             with of(folder) as other:
-                assert other.name == name
+                assert other._study.study_name == name
     assert len(trials(file)) == 1
     with of("/a") as again:
-        assert again.name == "demo"
+        assert again._study.study_name == "demo"
 
 
 def test_fp16_that_may_win_is_told_once_it_was_calibrated(file: Path) -> None:
