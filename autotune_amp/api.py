@@ -111,8 +111,8 @@ def recommend_config(
 
     Raises on every rank alike `InvalidRequestError` (a wrong option, workload, device or folder),
     `BudgetTooSmallError`, `NothingWorksError` (every candidate failed) and `SearchInterruptedError` (Ctrl-C; the best
-    so far is saved); on ranks above 0 also `RunnerError` if rank 0 died. SIGTERM saves the best so far too and then
-    ends the process with exit code 143, unless there is a handler for it already.
+    so far is saved, unless a finished search of the same name is); on ranks above 0 also `RunnerError` if rank 0 died.
+    SIGTERM does the same and then ends the process with exit code 143, unless there is a handler for it already.
     """
     arguments = dict(locals())
     search_arguments = {

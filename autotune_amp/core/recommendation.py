@@ -542,7 +542,7 @@ class NothingWorksError(AutotuneAmpError):
 
 
 class SearchInterruptedError(AutotuneAmpError):
-    """Raised if Ctrl-C ended the search; `best` is the recommendation saved so far, None if nothing was measured."""
+    """Raised if Ctrl-C ended the search; `best` is the best recommendation so far, None if nothing was measured."""
 
     exit_code = 130
 

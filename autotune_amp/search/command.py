@@ -62,7 +62,8 @@ def plan_lines(space: Space, description: Description, template: CommandTemplate
         f"precision {' or '.join(precisions)} {how('precision', precisions)}",
         f"batch size {' to '.join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))} {how('batch_size', sizes)}",
     ]
-    tried += [f"{name.lstrip('!')} {' or '.join(each)}" for name, each in space.argument_values.items()]
+    arguments = {name.lstrip("!"): values for name, values in space.argument_values.items()}
+    tried += [f"{name} {' or '.join(values)}" for name, values in arguments.items() if space.variants.get(name)]
     lines = [f"Tries {'; '.join(tried)}."]
     if description.missing_placeholders:
         lines.append(f"Not tried without a placeholder: {', '.join(description.missing_placeholders)}.")

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from statistics import median
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -26,9 +27,9 @@ from autotune_amp.search.space import HOPELESS_SLOWDOWN, Space, excluded_by_outc
 # A rival within 10 % may overtake the winner when both are measured again in fresh processes (the confirmation):
 # processes differ by a few percent.
 RIVAL_MARGIN = 0.10
-# Lower bounds of two shares that throughputs are multiplied and divided by: that of samples that reach the optimizer,
-# and that of a step spent computing. Smaller ones would distort comparisons with other settings.
-MIN_APPLIED_SHARE, MIN_COMPUTING_SHARE = 0.1, 0.05
+# Lower bound of the share of samples that reach the optimizer, which throughputs are multiplied by. A smaller one would
+# distort comparisons with other settings.
+MIN_APPLIED_SHARE = 0.1
 LOSS_SCALE = LossScale()  # default, for fp16 settings whose own loss scale is not calibrated yet
 
 
@@ -273,8 +274,8 @@ class Ledger:
         def throughput(measurement: Measurement) -> float:
             if self.objective == "energy" and has_joules and measurement.joules_per_sample:
                 return 1 / measurement.joules_per_sample
-            computing_share = max(MIN_COMPUTING_SHARE, 1 - ranking.data_share(measurement)) if without_waiting else 1.0
-            return ranking.throughput(self.objective, measurement) / computing_share
+            speed = ranking.throughput(self.objective, measurement)
+            return ranking.speed_without_wait(speed, ranking.data_share(measurement)) if without_waiting else speed
 
         shares = {c: max(MIN_APPLIED_SHARE, self.applied_share(c)) for c in recommendable}
         return {c: [shares[c] * throughput(m) for m in measurements] for c, measurements in recommendable.items()}
@@ -362,7 +363,7 @@ class Ledger:
             )
             winner = next(improvements, baseline)
         others = [c for c in ranked if c != winner and not c.as_found]
-        last_tier = max(ranking.UNDECIDED_TIER, min((tiers[c] for c in others), default=0))
+        last_tier = ranking.best_tier(tiers[c] for c in others)
         sound_settings = [c for c in others if tiers[c] <= last_tier]
         fastest = max(speed for c, speed in self.speeds.items() if c == winner or c in sound_settings)
         is_by_throughput = objective in THROUGHPUT_OBJECTIVES
@@ -475,7 +476,7 @@ class Ledger:
         Faithful and undecided settings count as one tier, and unchecked ones as faithful.
         """
         tiers = {c: ranking.tier(self.fidelity.get(ranking.check_key(c))) for c in settings if not c.as_found}
-        last_tier = max(ranking.UNDECIDED_TIER, min(tiers.values(), default=0))
+        last_tier = ranking.best_tier(tiers.values())
         return {c for c, tier in tiers.items() if tier <= last_tier}
 
     def break_even_steps(self, setting: Setting) -> float | None:
@@ -504,19 +505,26 @@ class Ledger:
 
     @cached_property
     def _compile_costs(self) -> dict[Setting, tuple[float, float]]:
-        """Return, for each compiled setting, the seconds of its longest first step and its least seconds per sample."""
+        """Return, for each compiled setting, the seconds of its longest first step and its least seconds per sample on
+        one rank.
+        """
         return {
-            c: (max(m.first_step_seconds for m in measurements), min(1 / m.samples_per_second for m in measurements))
+            c: (
+                max(m.first_step_seconds for m in measurements),
+                min(m.step_seconds for m in measurements) / c.effective_batch_size,
+            )
             for c, measurements in self.measurements.items()
             if c.is_compiled
         }
 
     @cached_property
     def _uncompiled_seconds_per_sample(self) -> float | None:
-        """Return the seconds per sample of the fastest uncompiled setting that no check or calibration rules out."""
-        allowed = [
-            measurements
+        """Return the seconds per sample on one rank of the fastest uncompiled setting that no check or calibration
+        rules out.
+        """
+        allowed = (
+            median(m.step_seconds for m in measurements) / c.effective_batch_size
             for c, measurements in self.measurements.items()
             if not c.is_compiled and not self._numerical_reason_against(c)
-        ]
-        return min((1 / merit(measurements).samples_per_second for measurements in allowed), default=None)
+        )
+        return min(allowed, default=None)

@@ -251,15 +251,10 @@ class Planner:
                 seconds.append(record.seconds - measured.first_step_seconds - num_steps * step_seconds)
         return max(0.0, median(seconds)) if seconds else self.job_defaults.setup_seconds
 
-    @property
-    def measurement_limit_seconds(self) -> float:
-        """Return the maximum number of seconds for which a trial measures."""
-        return measurement_limit_seconds(self.budget.seconds)
-
     def trial_seconds(self, ledger: Ledger, step_seconds: float) -> float:
         """Return the predicted seconds of a trial whose steps take `step_seconds`."""
         num_unmeasured, num_measured = NUM_STEPS_FORESEEN
-        measuring = min(num_measured * step_seconds, self.measurement_limit_seconds + step_seconds)
+        measuring = min(num_measured * step_seconds, measurement_limit_seconds(self.budget.seconds) + step_seconds)
         return self.setup_seconds(ledger) + num_unmeasured * step_seconds + measuring
 
     def waiting_seconds(self, ledger: Ledger) -> float:
@@ -303,7 +298,9 @@ class Planner:
             return max(seconds)
         if not isinstance(baseline_outcome, Measurement):
             return self.job_defaults.setup_seconds
-        passes = NUM_CHECK_PASSES * ledger.space.check_batch_size / baseline_outcome.samples_per_second
+        # One rank checks, and samples per second are those of all.
+        seconds_per_sample = baseline_outcome.step_seconds / ledger.space.baseline.effective_batch_size
+        passes = NUM_CHECK_PASSES * ledger.space.check_batch_size * seconds_per_sample
         num_starts = 2 if self.job_defaults.are_trials_fresh and self.job_defaults.num_together == 1 else 1
         return num_starts * self.setup_seconds(ledger) + passes
 
@@ -466,7 +463,7 @@ class Planner:
             seconds = min(seconds, HOPELESS_TIMES * longest_seconds - used_seconds)
         if setting.is_compiled:  # compilation time is unknown
             seconds = min(seconds, self.budget.left() / 2)
-        limits: dict[str, Any] = {"measure_seconds": self.measurement_limit_seconds}
+        limits: dict[str, Any] = {"measure_seconds": measurement_limit_seconds(self.budget.seconds)}
         needs_energy = ledger.objective == "energy"
         if needs_energy:  # measure as long as a counter needs, however steady or slow the steps are
             limits["measure_seconds"] = min(METERED_SECONDS, limits["measure_seconds"])
@@ -518,8 +515,8 @@ class Planner:
 
 
 def _has_checks(space: Space) -> bool:
-    """Whether any setting of the space needs a fidelity check, with arguments of a command or without."""
-    affects_numerics = any(not name.startswith("!") for name in space.argument_values)
+    """Whether any setting to try needs a fidelity check, with arguments of a command or without."""
+    affects_numerics = any(not name.startswith("!") and space.variants.get(name) for name in space.argument_values)
     return affects_numerics or any(ranking.needs_check(c, space) for c in (*space.candidates, space.baseline))
 
 

@@ -43,6 +43,7 @@ PLATEAU = 0.03  # settings that are slower than the fastest by no more are as go
 MIN_GAIN = 0.03  # gain from which on a setting, a variant, more workers or a larger batch is worth a change
 SPEED_ERROR = 0.03  # by which the lead of one setting over another may be wrong
 MAX_DATA_SHARE = 0.10  # above this share of a step spent waiting for data, loading limits the speed (studies/README.md)
+MIN_COMPUTING_SHARE = 0.02  # lower bound of the share of a step spent computing, which speeds are divided by
 
 BEFORE_CONFIRMATION = ("search", "fallback")  # purposes of the trials that decide which settings are confirmed
 
@@ -188,8 +189,13 @@ def were_processes_shared(records: Sequence[Record]) -> bool:
 
 
 def data_share(measured: Measurement) -> float:
-    """Return the share of a step spent waiting for data."""
-    return measured.data_seconds / measured.step_seconds
+    """Return the share of a step spent waiting for data, at most 1: threads that load ahead wait beside the steps."""
+    return min(1.0, measured.data_seconds / measured.step_seconds)
+
+
+def speed_without_wait(speed: float, share: float) -> float:
+    """Return the speed of steps that do not wait for data, given their speed and the share that they wait."""
+    return speed / max(MIN_COMPUTING_SHARE, 1 - share)
 
 
 def is_limited_by_data(records: Sequence[Record]) -> bool:
@@ -299,13 +305,18 @@ def tier(verdict: Fidelity | None) -> int:
     return 0 if verdict is None else _TIERS.get(verdict.verdict, 0)
 
 
+def best_tier(tiers: Iterable[int]) -> int:
+    """Return the last tier that is as good as the best of these: faithful and undecided settings count as one."""
+    return max(UNDECIDED_TIER, min(tiers, default=0))
+
+
 def contenders(
     merits: Mapping[Setting, Merit], tiers: Mapping[Setting, int], baseline: Setting
 ) -> dict[Setting, Merit]:
     """Return the settings that may replace the baseline: those that a config can express, in no later tier than the
     baseline. Undecided ones are included.
     """
-    last_tier = max(min(tiers.values()), tiers.get(baseline, 0), UNDECIDED_TIER)
+    last_tier = max(best_tier(tiers.values()), tiers.get(baseline, 0))
     return {c: merit for c, merit in merits.items() if tiers[c] <= last_tier and not c.as_found}
 
 

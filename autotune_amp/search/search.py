@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from autotune_amp.core.errors import AutotuneAmpError, ClusterLostError, InvalidRequestError, StudyError
-from autotune_amp.core.hardware import MachineLoad
+from autotune_amp.core.hardware import Hardware, MachineLoad
 from autotune_amp.core.outcome import Failure
 from autotune_amp.core.recommendation import (
     Fingerprint,
@@ -91,12 +91,18 @@ def run_search(
                     recommendation = None if is_fresh else saved_recommendation_for(fingerprint)
                     if recommendation is not None:
                         return recommendation
-                if cached is not None and not is_fresh and not cached.search.was_interrupted:
-                    for line in cached.fingerprint.differences(fingerprint):
-                        progress.note(f"Searching again: {line}.")
+                finished = None if cached is None or is_fresh or cached.search.was_interrupted else cached
+                for line in () if finished is None else finished.fingerprint.differences(fingerprint):
+                    progress.note(f"Searching again: {line}.")
                 search_id = folder.search_id(fingerprint, is_fresh=is_fresh)
                 try:
-                    return search.run(backend, fingerprint, search_id, uses_shared_setting=not is_fresh)
+                    return search.run(
+                        backend,
+                        fingerprint,
+                        search_id,
+                        uses_shared_setting=not is_fresh,
+                        is_saved_if_interrupted=finished is None,
+                    )
                 except BaseException:  # a recommendation contains these lines itself
                     for line in source.leftovers():
                         progress.note(line)
@@ -142,12 +148,19 @@ class _Search:
         return backend
 
     def run(
-        self, backend: WorkloadBackend, fingerprint: Fingerprint, search_id: str, *, uses_shared_setting: bool
+        self,
+        backend: WorkloadBackend,
+        fingerprint: Fingerprint,
+        search_id: str,
+        *,
+        uses_shared_setting: bool,
+        is_saved_if_interrupted: bool,
     ) -> Recommendation:
         """Open the workload, build the space, run the stages, decide and save; return the recommendation.
 
         With `uses_shared_setting`, a search without records first tries the best setting that the storage has for the
-        same code.
+        same code. Unless `is_saved_if_interrupted`, the folder keeps the recommendation of an earlier search when this
+        one is interrupted.
         """
         opened, load_before = self._open(backend)
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
@@ -168,11 +181,17 @@ class _Search:
             target=self._source.target,
             command_template=self._source.command_template,
         )
-        recommendation = self.folder.save(recommendation)
+        if interruption is None or is_saved_if_interrupted:
+            recommendation = self.folder.save(recommendation)
         if interruption is not None:
-            trials = count(len(ledger.trials), "trial")
+            trials, place = count(len(ledger.trials), "trial"), self.folder.recommendation_path
+            kept = (
+                "the best so far is in"
+                if is_saved_if_interrupted
+                else "the recommendation of an earlier search stays in"
+            )
             raise SearchInterruptedError(
-                f"{interruption} after {trials}; the best so far is in {self.folder.recommendation_path}.",
+                f"{interruption} after {trials}; {kept} {place}.",
                 "Run the same search again to continue it.",
                 recommendation.excluded,
                 recommendation,
@@ -209,6 +228,7 @@ class _Search:
                 self._progress.note(planner.forecast(ledger, may_fork="share_build" in backend.abilities))
             share_building(backend, planner, ledger, self._progress)
             for _ in run_stages(search_stages(study), runner):
+                study.catch_up(ledger)
                 if ledger.merits:
                     ranking.raise_if_unmeasured(self._options.objective, ledger.merits.values())
                 if not runner.pending:
@@ -273,17 +293,15 @@ class _Search:
         )
         if opened.why_not_forked is not None:
             self._notes.append(f"Trials shared one process until it failed: {opened.why_not_forked}.")
-        hardware = opened.hardware
-        held_bytes_by_caller = max(
-            hardware.memory.held_by_caller, held_bytes(hardware.device) if self.devices.is_here else 0
-        )
+        hardware, device = opened.hardware, device_of_caller(opened.hardware, self._options)
+        held_bytes_by_caller = max(hardware.memory.held_by_caller, held_bytes(device) if self.devices.is_here else 0)
         hardware = replace(hardware, memory=replace(hardware.memory, held_by_caller=held_bytes_by_caller))
         self._progress.found_hardware(hardware)
         self._notes += hardware.notes
         self._warnings += alone(self._options.num_ranks, hardware.device)
         if held_bytes_by_caller > _MIN_HELD_SHARE_TO_WARN * hardware.memory.total:
             self._warnings.append(
-                f"The calling process holds {size(held_bytes_by_caller)} on {hardware.device}, which trials could not "
+                f"The calling process holds {size(held_bytes_by_caller)} on {device}, which trials could not "
                 "use. Create the data and the model inside functions that the trial calls, or move them off the GPU "
                 "and call torch.cuda.empty_cache() before searching."
             )
@@ -399,6 +417,11 @@ class _Search:
         )
 
 
+def device_of_caller(hardware: Hardware, options: SearchOptions) -> str:
+    """Return the first device's name in the calling process. The process of each of several GPUs sees only its own."""
+    return hardware.device if options.devices in (None, "all") else options.first_device
+
+
 def search_stages(study: Study) -> tuple[Stage, ...]:
     """Return the stages of a search up to its confirmation, in order."""
     checks, scales, fallbacks = Checks(), LossScales(study), Fallbacks()
@@ -406,7 +429,7 @@ def search_stages(study: Study) -> tuple[Stage, ...]:
     # A faster setting may wait for data again, so the number of workers is raised before and after.
     on_the_winner = workers, Variants(checks), workers, later
     # A fallback that is faster than its contender becomes a contender itself, and is checked like any other.
-    return *exploration_stages(study), checks, scales, *on_the_winner, fallbacks, later, scales, fallbacks
+    return *exploration_stages(), checks, scales, *on_the_winner, fallbacks, later, scales, fallbacks
 
 
 def confirmation_stages(shortlist: Shortlist, environment: dict[str, str], options: SearchOptions) -> tuple[Stage, ...]:

@@ -16,7 +16,7 @@ import optuna
 from replay import Ground, ReplayBackend, ReplayBudget, SlotBackends
 
 from autotune_amp.core.outcome import Record
-from autotune_amp.core.recommendation import Decision
+from autotune_amp.core.recommendation import Decision, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.devices import ConfirmationBackend
 from autotune_amp.processes.local import Slot
@@ -71,7 +71,8 @@ class Replayed:
         before, header = self.ledger.with_only(self.ledger.records[:num_records]), self.landscape.header
         if before.final_shortlist is None:
             return None
-        return decide(before, environment=self.environment, description=header.description)
+        summary = SearchSummary(study="replay", num_trials=len(before.trials), num_failures=0, seconds=0.0)
+        return decide(before, environment=self.environment, search=summary, description=header.description)
 
 
 class _Ends(Progress):
@@ -121,6 +122,7 @@ def play_search(
     planner, study = Planner(job_defaults, budget), _study(ledger, seed)
     runner = Runner(backend, ledger, planner, watchers)
     for _ in run_stages(search_stages(study), runner):
+        study.catch_up(ledger)
         if not runner.pending:
             share_building(backend, planner, ledger, ends)
     backend.close()

@@ -27,7 +27,7 @@ from autotune_amp.core.outcome import (
     Verdict,
 )
 from autotune_amp.core.precisions import Precision
-from autotune_amp.core.recommendation import Decision
+from autotune_amp.core.recommendation import Decision, SearchSummary
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware.machine_load import LoadMeter
 from autotune_amp.processes.local import Ability, Slot
@@ -48,6 +48,7 @@ from autotune_amp.trial.jobs import Check, Trial
 
 SETUP_SECONDS = 0.5
 CHECK_SECONDS = 1.0
+SUMMARY = SearchSummary(study="scripted", num_trials=0, num_failures=0, seconds=1.0)
 
 
 class ScriptedBackend:
@@ -303,10 +304,11 @@ class ScriptedSearch:
         """With the sharing of what is built between trials, as a real search has it."""
         with Study.open(self.storage, "scripted", self.ledger) as study:
             self.job_defaults = replace(self.job_defaults, max_trials=max_trials)
-            stages: list[Stage] = [*exploration_stages(study), Checks(), LossScales(study)]
+            stages: list[Stage] = [*exploration_stages(), Checks(), LossScales(study)]
             if not is_checked:
                 stages = [stage for stage in stages if not isinstance(stage, (Checks, LossScales))]
             for _ in run_stages(stages, self.runner()):
+                study.catch_up(self.ledger)
                 self.share_building()
 
     def share_building(self) -> None:
@@ -325,7 +327,7 @@ class ScriptedSearch:
         self.run(ConfirmationRounds(chosen, environment))
 
     def decide(self, environment: Mapping[str, str]) -> Decision:
-        return decide(self.ledger, environment=environment, description=self.job_defaults.description)
+        return decide(self.ledger, environment=environment, search=SUMMARY, description=self.job_defaults.description)
 
     @property
     def records(self) -> Sequence[Record]:

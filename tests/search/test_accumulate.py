@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from scripted_backend import ScriptedSearch, accumulation, calibration, candidate, fidelity, ledger_of
+from scripted_backend import SUMMARY, ScriptedSearch, accumulation, calibration, candidate, fidelity, ledger_of
 from test_decide import Log
 from test_space import LOOP
 from test_space import space as built
@@ -87,7 +88,9 @@ def test_what_is_not_shown_to_be_exact_is_withheld_with_the_reason(
     assert not any(why in w for w in decision.warnings), "it changes nothing of what is done"
     assert {e.batch_size for e in decision.excluded} == {32}
     again = ledger_of(on.ledger.records, built(**KEPT), on.ledger.scales)
-    assert decide(again, environment=HELD) == decision, "judged from the records alone"
+    description = on.searched.job_defaults.description
+    decided = decide(again, environment=HELD, search=SUMMARY, description=description)
+    assert decided == decision, "judged from the records alone"
 
 
 @pytest.mark.parametrize("verdict", ["inexact", "unchecked"])
@@ -179,6 +182,14 @@ def test_the_weighting_is_said_where_the_config_or_a_plan_accumulates(
     is_done = verdict == "weighted"
     weighing = msgspec.structs.replace(built(**KEPT), weighs_passes=True)
     assert accumulation_warnings(weighing, chosen, config, accumulation(verdict)) == (([], []) if is_done else said)
+
+
+def test_a_changed_effective_batch_size_is_that_of_all_ranks() -> None:
+    where = Space(candidates=(), baseline=candidate("fp32", 8), num_batches=2)
+    ((warning,), _) = accumulation_warnings(
+        where, candidate("bf16", 32), AmpConfig(precision="bf16", batch_size=32), None
+    )
+    assert re.findall(r"[0-9]+", warning) == ["16", "64", "16"]
 
 
 @pytest.mark.parametrize("verdict", ["mean", "inexact"])

@@ -170,7 +170,7 @@ def test_a_harmful_precision_is_no_fallback() -> None:
 
 @pytest.fixture(autouse=True)
 def few_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pair costs Optuna a dozen commits."""
+    """Each pair is a commit."""
     monkeypatch.setattr(checks, "NUM_PAIRS", 6)
 
 

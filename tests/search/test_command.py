@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from msgspec.structs import replace
 from scripted_backend import candidate, described
 
 from autotune_amp.core.command_template import CommandTemplate
@@ -158,13 +159,16 @@ def test_what_is_tried_and_what_needs_a_placeholder_is_known_before_the_trials()
     template = CommandTemplate.of("python t.py {batch_size=8} {!attn=sdpa:eager}")
     settings = [candidate(precision, size) for precision in ("fp32", "bf16") for size in (4, 8)]
     values = template.argument_values
-    space = Space(candidates=tuple(settings), baseline=settings[1], argument_values=values)
+    space = Space(
+        candidates=tuple(settings), baseline=settings[1], argument_values=values, variants={"attn": ("eager",)}
+    )
     description = described(missing_placeholders=("{accumulation_steps=1}",), suggestions=("--optim '{optim=a:b}'",))
     tried, missing, suggested = plan_lines(space, description, template)
     for text in ("fp32 or bf16 (set from outside)", "4 to 8 ({batch_size})", "attn sdpa or eager"):
         assert text in tried
     assert "{accumulation_steps=1}" in missing
     assert "--optim '{optim=a:b}'" in suggested
+    assert "attn" not in plan_lines(replace(space, variants={}), description, template)[0], "with --try none"
 
 
 def test_what_has_one_value_is_not_said_to_be_set() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_backend import accumulation, described, fidelity, ledger_of, shortlist
+from scripted_backend import SUMMARY, accumulation, described, fidelity, ledger_of, shortlist
 from scripted_backend import measurement as measured
 
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
@@ -75,7 +75,7 @@ def decided(
     for check in checks if is_checked else ():
         made.add(at(check.precision, 16, pinned_modules=check.pinned_modules), fidelity(check.precision), "fidelity")
     ledger = ledger_of(made.records, space, more.pop("scales", None), more.pop("objective", "speed"))
-    return decide(ledger, environment=environment or {}, **more)
+    return decide(ledger, environment=environment or {}, **{"search": SUMMARY, "description": described(), **more})
 
 
 def usual() -> Log:
@@ -460,6 +460,15 @@ def test_a_step_down_without_a_plan_is_said(
     assert all("--budget" in w for w in warnings)
     alone = Space(candidates=(chosen,), baseline=chosen)
     assert not any("No plan" in w for w in decided(log, space=alone).notes)
+
+
+@pytest.mark.parametrize("chosen", [at("fp16", 32), at("bf16", 32, weights="bf16")], ids=["unfaithful", "weights"])
+def test_a_step_down_that_is_left_out_on_purpose_is_not_missed(chosen: Setting) -> None:
+    log = Log().add(chosen, 200.0)
+    if chosen.precision == "fp16":
+        log.add(at("bf16", 16), fidelity("bf16", "unfaithful"), "fidelity").add(at("fp32", 32), 90.0, "fallback")
+    space = Space(candidates=tuple(at(p, 32) for p in ("fp32", "bf16", "fp16")), baseline=at("fp32", 16))
+    assert not any("No plan" in note for note in decided(log, space=space).notes)
 
 
 @given(

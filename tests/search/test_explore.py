@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+from msgspec.structs import replace
 from scripted_backend import ScriptedSearch, all_well, calibration, candidate, described, hardware, ledger_of, measured
 
-from autotune_amp.core.outcome import CheckOutcome, Failure, Outcome, Record
+from autotune_amp.core.evidence import Objective
+from autotune_amp.core.outcome import CheckOutcome, Failure, Measurement, Outcome, Record
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.answer.explain import nothing_works_error
@@ -88,6 +90,29 @@ def test_what_promises_something_must_fit_into_the_time_left(times: float, is_ru
     ledger = known([took])
     seconds = Planner(CONDITIONS, Budget(math.inf)).trial_seconds(ledger, 64 / 32.0)  # no faster than what was measured
     assert (promising(ledger, untried, left_seconds=times * seconds) == untried[0]) == is_run
+
+
+def test_a_trial_is_as_long_whatever_the_speed_counts() -> None:
+    class Listening(Planner):
+        steps: list[float]
+
+        def trial_seconds(self, ledger: Ledger, step_seconds: float) -> float:
+            self.steps.append(step_seconds)
+            return super().trial_seconds(ledger, step_seconds)
+
+    def steps(objective: Objective) -> list[float]:
+        planner = Listening(CONDITIONS, Budget(math.inf))
+        planner.steps = []
+        ledger = ledger_of(records, Space(candidates=(), baseline=candidate("fp32", 32)), objective=objective)
+        next_promising(ledger, planner, ledger.throughputs(), math.inf, [candidate("bf16", 64)])
+        return planner.steps
+
+    records = []
+    for each in tried([(candidate("fp32", 32), 100.0), (candidate("bf16", 32), 90.0)]):
+        assert isinstance(each.outcome, Measurement)
+        tokens = 512 * each.outcome.samples_per_second
+        records.append(replace(each, outcome=replace(each.outcome, tokens_per_second=tokens)))
+    assert steps("tokens") == pytest.approx(steps("speed"))
 
 
 def test_what_stalls_again_and_again_is_left() -> None:

@@ -24,7 +24,6 @@ from autotune_amp.search.space import Space
 from autotune_amp.search.stages.confirm import ConfirmationRounds
 from autotune_amp.search.stages.explore import exploration_stages
 from autotune_amp.search.stages.foreseen import foreseen_trials
-from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
 
 SIZES = (8, 16, 32, 64)
@@ -137,9 +136,7 @@ def test_what_is_foreseen_fixes_nothing_in_the_planner() -> None:
     search.measure(FP32, BF16)
     planner = search.planner
     trial = planner.trial(search.ledger, candidate("tf32", 8), 100.0)
-    with Study.open("sqlite://", "scripted", search.ledger) as study:
-        stages = exploration_stages(study)
-        assert len(foreseen_trials(stages, search.ledger, planner, trial)) == 3
+    assert len(foreseen_trials(exploration_stages(), search.ledger, planner, trial)) == 3
     assert planner._num_rounds is None
 
 

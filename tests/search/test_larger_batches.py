@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from msgspec.structs import replace
 from scripted_backend import ScriptedSearch, candidate, described, hardware, measured, out_of_memory
 
 from autotune_amp.core.evidence import outlook_line
@@ -24,14 +25,14 @@ SPACE = Space(
 class Machine:
     """bf16 pays at large batches alone, up to `plateau`; from `oom_from` on nothing fits."""
 
-    def __init__(self, plateau: int = 10**9, oom_from: int = 10**9, space: Space = SPACE) -> None:
+    def __init__(self, plateau: int = 10**9, oom_from: int = 10**9, space: Space = SPACE, **fields: Any) -> None:
         self.plateau, self.oom_from = plateau, oom_from
         self.searched = ScriptedSearch(
             space,
             self.answer,
             1000.0,
             device=hardware({"fp32": 1.0, "tf32": None, "bf16": 3.0, "fp16": None, "fp8": None}),
-            description=described(batch_size=KEPT),
+            description=described(batch_size=KEPT, **fields),
         )
 
     def answer(self, trial: Trial) -> Outcome:
@@ -54,10 +55,24 @@ class Machine:
         return [str(record.candidate) for record in self.searched.records if record.purpose == "outlook"]
 
 
-def test_a_command_that_keeps_its_total_has_no_larger_one() -> None:
-    machine = Machine(space=replace(SPACE, keeps_effective_batch_size=True))
+@pytest.mark.parametrize(
+    "fields", [{"keeps_effective_batch_size": True}, {"unsettable": {"batch_size": "the script makes its own batches"}}]
+)
+def test_a_command_that_keeps_its_total_or_its_batches_has_no_larger_one(fields: dict[str, Any]) -> None:
+    machine = Machine(**fields)
     machine.search()
     assert machine.beyond() == []
+
+
+def test_a_larger_one_accumulates_as_often_as_the_script_does_in_any_case() -> None:
+    space = Space(
+        candidates=(candidate("fp32", 8, 4), candidate("bf16", 8, 4)),
+        baseline=candidate("fp32", 8, 4),
+        effective_batch_size=KEPT,
+    )
+    machine = Machine(space=space, accumulation_steps=4, unsettable={"accumulation_steps": "the script's own loop"})
+    machine.search()
+    assert machine.beyond()[:2] == ["bf16 batch 16 x 4", "bf16 batch 32 x 4"]
 
 
 def test_the_outlook_is_shown_and_changes_nothing_of_what_is_recommended() -> None:

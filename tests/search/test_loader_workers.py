@@ -11,7 +11,8 @@ import torch
 from scripted_backend import ScriptedSearch, candidate, described, hardware, measured
 
 from autotune_amp.core.config import AmpConfig, training_arguments
-from autotune_amp.core.outcome import Outcome
+from autotune_amp.core.evidence import Objective
+from autotune_amp.core.outcome import Measurement, Outcome
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Decision
 from autotune_amp.integrations.export import ExportSource, export
@@ -63,8 +64,9 @@ class LoadingMachine:
         with Study.open("sqlite://", "scripted", self.ledger) as study:
             self.searched.job_defaults = msgspec.structs.replace(self.searched.job_defaults, max_trials=max_trials)
             checks = Checks()
-            for stage in (*exploration_stages(study), checks, LoaderWorkers(checks)):
+            for stage in (*exploration_stages(), checks, LoaderWorkers(checks)):
                 self.searched.run(stage)
+            study.catch_up(self.ledger, is_over=True)
             told = [trial.user_attrs["candidate"] for trial in study._study.trials]
         assert not any("worker" in name for name in told), "other workers are not in the study's space"
         self.searched.measure_fallbacks()
@@ -111,6 +113,16 @@ def test_where_loading_stays_the_limit_the_precision_with_less_to_go_wrong_wins(
     assert "take less time to load" in warning
 
 
+@pytest.mark.parametrize("data_share", [0.998, 1.002, 2.0])  # counted in threads that load ahead
+def test_waits_that_fill_the_steps_give_speeds_within_reason(data_share: float) -> None:
+    machine = LoadingMachine(load_rate=60.0, own=2, num_cpus=4)
+    machine.searched.backend._answer = lambda spec: measured(spec, 50.0, data_share=data_share)
+    decision = machine.search()
+    assert decision.evidence.data_share <= 1
+    assert decision.evidence.loader is not None
+    assert 50.0 < decision.evidence.loader.step_samples_per_second <= 50.1 * 50.0
+
+
 def test_workers_that_do_not_help_are_not_recommended() -> None:
     machine = LoadingMachine(load_rate=20.0, num_cpus=16)
     machine.max_useful_workers = 1
@@ -119,6 +131,26 @@ def test_workers_that_do_not_help_are_not_recommended() -> None:
     (warning,) = [w for w in decision.warnings if "loader" in w]
     assert warning.startswith("The data loader sets the speed: ")
     assert "with 1 worker (" in warning
+
+
+@pytest.mark.parametrize(("objective", "rate"), [("tokens", 1.0), ("speed", 1000.0)])
+def test_a_wait_is_long_by_its_seconds_whatever_the_speed_counts(objective: Objective, rate: float) -> None:
+    """With samples of 4,096 tokens, or with samples per second of a thousand ranks."""
+    machine = LoadingMachine(load_rate=60.0, num_cpus=2)
+
+    def answer(spec: Trial) -> Outcome:
+        outcome = machine.answer(spec)
+        assert isinstance(outcome, Measurement)
+        speed = outcome.samples_per_second
+        return msgspec.structs.replace(outcome, samples_per_second=rate * speed, tokens_per_second=4096 * speed)
+
+    machine.ledger.requested_objective, machine.searched.backend._answer = objective, answer
+    machine.searched.measure(*(c for c in SPACE.candidates if c.batch_size == 32))
+    target = candidate("bf16", 32)
+    for num_workers in (1, 2):  # the second although the first gains
+        setting = LoaderWorkers(Checks()).setting(machine.ledger, machine.searched.job_defaults)
+        assert setting == msgspec.structs.replace(target, num_workers=num_workers)
+        machine.searched.measure(setting)
 
 
 class CrowdedMachine(LoadingMachine):

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_backend import fidelity, ledger_of, measurement
+from scripted_backend import SUMMARY, described, fidelity, ledger_of, measurement
 
 from autotune_amp.core.outcome import Failure, FailureKind, Outcome, Purpose, Record, Verdict
 from autotune_amp.core.precisions import Precision
@@ -97,7 +97,7 @@ def test_no_drawn_ledger_has_an_answer_that_is_not_surely_faster(
     ledger = ledger_of(records, Space(candidates=candidates, baseline=baseline, has_tf32=True))
     if not ledger.merits:
         return
-    decision = decide(ledger, environment=environment)
+    decision = decide(ledger, environment=environment, search=SUMMARY, description=described())
     assert is_sound(decision), decision.reason
     assert not math.isnan(decision.evidence.samples_per_second)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from scripted_backend import ScriptedSearch, candidate, fidelity, measured
 
 from autotune_amp.core.outcome import Measurement, Outcome
@@ -65,6 +66,21 @@ def test_a_trial_is_expected_to_run_as_those_around_it() -> None:
     low, high = found.step_seconds_interval
     assert low <= found.step_seconds <= high
     assert max(found.raw_step_seconds) <= high, "they are stretched alike"
+
+
+def test_of_several_ranks_and_of_tokens_as_many_are_expected_as_those_around_it_have() -> None:
+    def in_tokens(trial: Trial) -> Outcome:
+        found = measured(trial, rate(trial.candidate))
+        return replace(found, samples_per_second=4 * found.samples_per_second, tokens_per_second=400.0)
+
+    searched = ScriptedSearch(SPACE, in_tokens)
+    searched.measure(*(candidate("fp32", b) for b in (32, 64)))
+    slow, found = (
+        expected(searched.ledger, trial(candidate("fp32", 256))).measurements[candidate("fp32", b)][-1]
+        for b in (64, 256)
+    )
+    assert found.tokens_per_second == pytest.approx(400.0 * found.samples_per_second / slow.samples_per_second)
+    assert found.step_seconds == pytest.approx(4 * 256 / found.samples_per_second)
 
 
 def test_what_is_only_expected_sets_no_limits_and_is_not_kept() -> None:

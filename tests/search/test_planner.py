@@ -38,6 +38,14 @@ def searched(
     return found
 
 
+def test_a_check_is_predicted_from_the_seconds_of_one_rank() -> None:
+    one, four = searched(), searched()
+    four.backend._answer = lambda trial: replace(measured(trial, 1000.0), samples_per_second=4000.0)
+    for search in (one, four):
+        search.measure(FP32)
+    assert four.planner.check_seconds(four.ledger) == pytest.approx(one.planner.check_seconds(one.ledger))
+
+
 def test_nothing_is_kept_back_before_the_precisions_were_compared() -> None:
     search = searched()
     planner = search.planner

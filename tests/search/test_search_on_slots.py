@@ -9,10 +9,21 @@ import pytest
 from closed_form import ClosedForm, Repeated, landscapes
 from msgspec.structs import replace
 from replay import Done, ReplayBudget, SlotBackends
-from scripted_backend import ScriptedBackend, ScriptedSearch, candidate, fidelity, measured, measurement, out_of_memory
+from scripted_backend import (
+    SUMMARY,
+    ScriptedBackend,
+    ScriptedSearch,
+    candidate,
+    described,
+    fidelity,
+    measured,
+    measurement,
+    out_of_memory,
+)
 from search_replay import Replayed, search_replay, setting_of
 
 from autotune_amp.core.outcome import Failure, Outcome, Record
+from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import Slot
 from autotune_amp.search import ranking
@@ -131,19 +142,17 @@ def answer(trial: Trial) -> Outcome:
 @pytest.mark.parametrize("max_trials", [1, 2, 3, 6])
 def test_no_more_trials_than_asked_for(max_trials: int) -> None:
     searched = ScriptedSearch(SPACE, answer)
-    with Study.open("sqlite://", "slots", searched.ledger) as study:
-        searched.job_defaults = replace(searched.job_defaults, max_trials=max_trials)
-        for _ in run_stages(exploration_stages(study), on_slots(searched, 4)):
-            pass
+    searched.job_defaults = replace(searched.job_defaults, max_trials=max_trials)
+    for _ in run_stages(exploration_stages(), on_slots(searched, 4)):
+        pass
     assert sum(r.purpose == "search" for r in searched.records) == max_trials
 
 
 def test_the_study_knows_every_trial_and_its_slot() -> None:
     searched = ScriptedSearch(SPACE, answer)
     with Study.open("sqlite://", "slots", searched.ledger) as study:
-        for _ in run_stages(exploration_stages(study), on_slots(searched, 4)):
-            pass
-        study.catch_up(searched.ledger, is_over=True)
+        for _ in run_stages(exploration_stages(), on_slots(searched, 4)):
+            study.catch_up(searched.ledger)
         told = {t.user_attrs["record"]: t.user_attrs["slot"] for t in study._study.trials}
     tried = {r.number: r.slot for r in searched.records if r.purpose == "search"}
     assert told == tried
@@ -232,15 +241,21 @@ def ledger_of(*records: Record) -> Ledger:
     return Ledger(Space(candidates=candidates, baseline=BASELINE, checks=frozenset({"fidelity"})), numbered)
 
 
+def decided(ledger: Ledger) -> Decision:
+    return decide(ledger, environment={}, search=SUMMARY, description=described())
+
+
 def test_a_speed_beside_others_is_not_compared_with_one_alone() -> None:
     searched = [FAITHFUL, *(record(s, "search", v, num_beside=1) for s, v in ((BASELINE, 100.0), (WINNER, 130.0)))]
     winners = [record(WINNER, "confirm", 240.0, round=number) for number in range(3)]
-    decision = decide(ledger_of(*searched, *winners), environment={})
+    decision = decided(ledger_of(*searched, *winners))
     assert Setting.of(decision.config) == WINNER
     assert decision.evidence.samples_per_second == 240.0
     assert (decision.evidence.speedup, decision.evidence.is_confirmed) == (None, False)
     baselines = [record(BASELINE, "confirm", 200.0, round=number) for number in range(3)]
-    decision = decide(ledger_of(*searched, *winners, *baselines), environment={})
+    decision = decide(
+        ledger_of(*searched, *winners, *baselines), environment={}, search=SUMMARY, description=described()
+    )
     assert decision.evidence.speedup == pytest.approx(1.2)
 
 
@@ -249,5 +264,7 @@ def test_interrupted_before_the_winner_was_confirmed_the_search_s_own_trials_dec
     searched = [FAITHFUL, *(record(s, "search", v, num_beside=3) for s, v in speeds)]
     confirmed = [record(s, "confirm", v, round=n) for n in range(3) for s, v in reversed(speeds)]
     for ended in range(1 + len(confirmed)):
-        decision = decide(ledger_of(*searched, *confirmed[:ended]), environment={})
+        decision = decide(
+            ledger_of(*searched, *confirmed[:ended]), environment={}, search=SUMMARY, description=described()
+        )
         assert Setting.of(decision.config) == WINNER, ended

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from scripted_backend import described, ledger_of
 from scripted_backend import hardware as scripted_hardware
-from scripted_backend import ledger_of
 from scripted_backend import measurement as measured
 from test_decide import at
 from test_explore import record
@@ -19,8 +19,9 @@ from autotune_amp.core.intervals import fit_memory
 from autotune_amp.core.outcome import Failure, FailureKind, Outcome
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import Setting
+from autotune_amp.search.planner import JobDefaults
 from autotune_amp.search.space import Space, excluded_by_outcomes, without_excluded
-from autotune_amp.search.stages.explore import next_seed, untried_settings
+from autotune_amp.search.stages.explore import untried_seed, untried_settings
 
 SIZES = (4, 8, 16, 32, 64, 128, 256, 512)
 RATES: dict[Precision, float | None] = {"fp32": 1.0, "tf32": 3.0, "bf16": 5.0, "fp16": 4.0}
@@ -40,17 +41,27 @@ def failed(kind: FailureKind = "oom") -> Failure:
     return Failure(kind=kind, message=f"it was {kind}")
 
 
-def run(
-    measure: Callable[[Setting], Outcome], found: Space | None = None, limit: int | None = None
-) -> dict[Setting, Outcome]:
+def conditions(limit: int | None = None, similar_best: Setting | None = None) -> JobDefaults:
+    return JobDefaults(
+        hardware=hardware(),
+        memory_limit_bytes=2**40 if limit is None else limit,
+        description=described(),
+        similar_best=similar_best,
+    )
+
+
+def run(measure: Callable[[Setting], Outcome], limit: int | None = None) -> list[Setting]:
     """Seeding played to its end; fails where it repeats itself or tries what it may not."""
-    found, device = found or space(), hardware()
-    outcomes: dict[Setting, Outcome] = {}
-    while (seed := next_seed(device, found, outcomes, limit)) is not None:
+    ledger = ledger_of([], space())
+    while (seed := untried_seed(ledger, conditions(limit))) is not None:
+        outcomes = ledger.ordinary_outcomes
         assert seed not in outcomes
-        assert seed in (found.baseline, *without_excluded(found.candidates, excluded_by_outcomes(found, outcomes)))
-        outcomes[seed] = measure(seed)
-    return outcomes
+        assert seed in (
+            space().baseline,
+            *without_excluded(space().candidates, excluded_by_outcomes(space(), outcomes)),
+        )
+        ledger.append(record(len(ledger.records), seed, measure(seed)))
+    return list(dict.fromkeys(r.candidate for r in ledger.records))
 
 
 @pytest.mark.parametrize(
@@ -95,8 +106,7 @@ def test_seeding_ends_and_never_repeats_on_any_landscape(
         memory = candidate.batch_size
         return measured(given_outcome, memory) if isinstance(given_outcome, float) else failed(given_outcome)
 
-    outcomes = run(measure, limit=limit)
-    assert next(iter(outcomes)) == at("fp32", 32)
+    assert run(measure, limit=limit)[0] == at("fp32", 32)
 
 
 @pytest.mark.parametrize("kind", ["oom", "timeout", "unsupported", "crash"])
@@ -116,9 +126,7 @@ def test_what_runs_at_no_size_gets_one_try_and_smaller_ones_where_memory_was_sho
     ],
 )
 def test_what_was_best_for_the_same_code_is_tried_after_today_s(like: Setting, expected: Setting) -> None:
-    baseline, too_large = at("fp32", 32), at("fp16", 512)
-    outcomes: dict[Setting, Outcome] = {baseline: measured(100.0), too_large: failed()}
-    assert next_seed(hardware(), space(), {}, None, similar_best=like) == baseline
-    if like.precision != "fp16":
-        del outcomes[too_large]
-    assert next_seed(hardware(), space(), outcomes, None, similar_best=like) == expected
+    today, too_large = record(1, at("fp32", 32), measured(100.0)), record(2, at("fp16", 512), failed())
+    assert untried_seed(ledger_of([], space()), conditions(similar_best=like)) == at("fp32", 32)
+    ledger = ledger_of([today, too_large] if like.precision == "fp16" else [today], space())
+    assert untried_seed(ledger, conditions(similar_best=like)) == expected

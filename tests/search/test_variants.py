@@ -223,20 +223,22 @@ def test_a_mode_that_alone_is_asked_for_is_tried_and_memory_does_not_count_secon
     assert found["compile", "default"].status != "excluded"
 
 
-def test_the_longest_compilation_is_what_has_to_be_paid_back() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_the_longest_compilation_has_to_be_paid_back_on_any_number_of_ranks(num_ranks: int) -> None:
     eager = Setting(precision="bf16", batch_size=32)
     compiled = COMPILE.on(eager, "default")
     outcomes = [
-        (eager, measurement(100.0)),
-        (compiled, measurement(200.0, first_step_seconds=20.0)),
-        (compiled, measurement(200.0, first_step_seconds=4.0)),  # the compiler's cache is warm by then
+        (eager, measurement(num_ranks * 100.0, step_seconds=0.32)),
+        (compiled, measurement(num_ranks * 200.0, step_seconds=0.16, first_step_seconds=20.0)),
+        # The compiler's cache is warm by then.
+        (compiled, measurement(num_ranks * 200.0, step_seconds=0.16, first_step_seconds=4.0)),
     ]
     records = [
         Record(search_id="s", number=number, candidate=setting, purpose="search", outcome=outcome, seconds=30.0)
         for number, (setting, outcome) in enumerate(outcomes, 1)
     ]
     ledger = ledger_of(records, Space(candidates=(eager,), baseline=eager))
-    assert ledger.break_even_steps(compiled) == pytest.approx(20.0 / (32 / 100 - 32 / 200))
+    assert ledger.break_even_steps(compiled) == pytest.approx(20.0 / (0.32 - 0.16))
 
 
 def test_what_is_ruled_out_is_nothing_to_pay_back_against() -> None:

@@ -137,7 +137,7 @@ def test_on_any_machine_the_answer_was_measured_and_the_budget_kept(
     oom: dict[Precision, int],
     budget: float,
 ) -> None:
-    monkeypatch.setattr(checks, "NUM_PAIRS", 4)  # a pair costs Optuna a dozen commits
+    monkeypatch.setattr(checks, "NUM_PAIRS", 4)  # each is a commit
     folder = tmp_path_factory.mktemp("machine")
     machine, where = Machine(folder, budget), space()
     machine.base, machine.oom_from = base, oom

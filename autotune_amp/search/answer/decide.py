@@ -65,11 +65,7 @@ _SECONDS_PER_HOUR = 3600
 
 
 def decide(
-    ledger: Ledger,
-    *,
-    environment: Mapping[str, str],
-    search: SearchSummary | None = None,
-    description: Description | None = None,
+    ledger: Ledger, *, environment: Mapping[str, str], search: SearchSummary, description: Description
 ) -> Decision:
     """Return the recommended setting with its evidence, from the records of a search and of its confirmation.
 
@@ -119,18 +115,15 @@ def decide(
     harmful = {e.precision for e in ranking.exclusions(ledger.fidelity)}
     plans = fallback_plans(records, chosen_runs.candidate, harmful, is_splitting_allowed=ledger.is_accumulation_allowed)
     loss_scale = ledger.loss_scale(chosen_runs.candidate)
-    chosen = chosen_runs.candidate.with_workers_of(None if description is None else description.num_workers)
+    chosen = chosen_runs.candidate.with_workers_of(description.num_workers)
     config = AmpConfig.of(chosen, loss_scale=loss_scale, environment=chosen_environment, fallback=plans)
-    is_budget_spent = search is not None and search.is_budget_spent
-    excluded = explain.excluded_candidates(ledger, is_budget_spent=is_budget_spent)
+    excluded = explain.excluded_candidates(ledger, is_budget_spent=search.is_budget_spent)
     why_uncalibrated = loss_scales.why_uncalibrated(ledger.scales, chosen_runs.candidate)
     unsure = next(((c, *gains[c]) for c in improvements), None) if is_kept else None
     warnings, notes = explain.warnings_and_notes(
         ledger, chosen_runs, evidence, config, why_uncalibrated, description, search
     )
-    if search is not None:
-        warnings, notes = [*warnings, *search.warnings], [*notes, *search.files, *search.notes]
-    warnings = list(dict.fromkeys(warnings))
+    warnings = list(dict.fromkeys([*warnings, *search.warnings]))
     return Decision(
         config=config,
         evidence=evidence,
@@ -141,9 +134,9 @@ def decide(
         excluded=excluded,
         candidates=explain.candidate_rows(ledger, excluded, environment),
         fidelity=tuple(ledger.fidelity.values()),
-        variants=variant_rows(ledger, Setting.of(config), is_budget_spent=is_budget_spent),
+        variants=variant_rows(ledger, Setting.of(config), is_budget_spent=search.is_budget_spent),
         outlook=_outlook(ledger, evidence),
-        notes=tuple(dict.fromkeys((*warnings[MAX_WARNINGS:], *notes))),
+        notes=tuple(dict.fromkeys((*warnings[MAX_WARNINGS:], *notes, *search.files, *search.notes))),
     )
 
 
@@ -188,7 +181,7 @@ def gather_evidence(
     chosen_runs: SettingRuns,
     baseline: SettingRuns,
     environment: Mapping[str, str],
-    description: Description | None = None,
+    description: Description,
 ) -> Evidence:
     """Return the evidence for `chosen_runs`, measured in `environment`, against `baseline`, in the user's own."""
     records, candidate = ranking.without_lost_rounds(ledger.records), chosen_runs.candidate
@@ -255,9 +248,9 @@ def _devices(records: Sequence[Record]) -> tuple[str, ...]:
     return tuple(names) if len(names) > 1 else ()
 
 
-def _ranks_evidence(records: Sequence[Record], description: Description | None) -> RanksEvidence | None:
+def _ranks_evidence(records: Sequence[Record], description: Description) -> RanksEvidence | None:
     """Return the evidence on how throughput scales with the number of ranks; None if each trial uses one rank."""
-    if description is None or not description.is_ranked:
+    if not description.is_ranked:
         return None
     num_ranks, alone = description.num_ranks, next((r for r in records if r.purpose == "one_rank"), None)
     if alone is None or not isinstance(alone.outcome, Measurement):
@@ -333,9 +326,7 @@ def _plain_environment(records: Sequence[Record], candidate: Setting, baseline: 
     )
 
 
-def loader_evidence(
-    records: Sequence[Record], runs: SettingRuns, description: Description | None = None
-) -> LoaderEvidence | None:
+def loader_evidence(records: Sequence[Record], runs: SettingRuns, description: Description) -> LoaderEvidence | None:
     """Return the evidence on the data loader if, with the user's own workers, it limits the speed; else None."""
     with_own_workers = runs.candidate.with_own_workers
     searched = [(r.candidate, r.outcome) for r in records if r.purpose == "search"]
@@ -349,9 +340,9 @@ def loader_evidence(
     if share <= ranking.MAX_DATA_SHARE:
         return None
     return LoaderEvidence(
-        num_workers=None if description is None else description.num_workers,
+        num_workers=description.num_workers,
         data_share=share,
-        step_samples_per_second=median(m.samples_per_second for m in measured) / (1 - share),
+        step_samples_per_second=ranking.speed_without_wait(median(m.samples_per_second for m in measured), share),
         tried=tuple(
             WorkersTrial(
                 candidate=str(c.with_own_workers),
@@ -365,11 +356,10 @@ def loader_evidence(
     )
 
 
-def memory_evidence(runs: SettingRuns, description: Description | None = None) -> MemoryEvidence:
+def memory_evidence(runs: SettingRuns, description: Description) -> MemoryEvidence:
     """Return how the peak memory was measured: on which batches and processes, and with or without evaluation."""
-    sizes = None if description is None else description.sample_sizes
-    worst_case = None
-    if description is not None and description.has_worst_batch:
+    sizes, worst_case = description.sample_sizes, None
+    if description.has_worst_batch:
         worst_case = "the worst batch named by the workload"
     elif sizes is not None:
         num = min(runs.candidate.batch_size, len(sizes.largest))

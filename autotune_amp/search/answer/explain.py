@@ -21,6 +21,7 @@ from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import PLATEAU, Merit, SettingRuns, least_speed
 from autotune_amp.search.space import SAME_MEMORY_SHARE, Space, without_excluded
+from autotune_amp.search.stages.fallbacks import fallback_precisions
 from autotune_amp.trial.failures import suggested_fix
 
 # Relative half width of an interval above which processes are said to disagree. Processes that differ by 5 %, as the
@@ -44,7 +45,7 @@ def reason(
     contenders: Mapping[Setting, Merit],
     baseline_merit: Merit | None,
     unsure: tuple[Setting, float, float] | None,
-    search: SearchSummary | None,
+    search: SearchSummary,
     *,
     is_kept: bool,
 ) -> str:
@@ -99,11 +100,9 @@ def is_only_baseline_tried(ledger: Ledger) -> bool:
     return {r.candidate for r in ledger.trials} == {ledger.space.baseline} != set(ledger.space.candidates)
 
 
-def _reason_if_only_baseline_ran(ledger: Ledger, search: SearchSummary | None) -> str:
+def _reason_if_only_baseline_ran(ledger: Ledger, search: SearchSummary) -> str:
     """Return the reason for the recommendation if only the baseline was measured, with the next step."""
     text = f"Only {ledger.space.baseline} was measured"
-    if search is None:
-        return f"{text}, and nothing was compared with it."
     if not search.is_budget_spent:
         return f"{text}, and nothing was compared with it. Allow more --trials."
     text += f" in {search.seconds:.0f} s"
@@ -202,8 +201,8 @@ def warnings_and_notes(
     evidence: Evidence,
     config: AmpConfig,
     why_uncalibrated: str | None,
-    description: Description | None,
-    search: SearchSummary | None,
+    description: Description,
+    search: SearchSummary,
 ) -> tuple[list[str], list[str]]:
     """Return warnings that the user should act on, the most important first, and notes.
 
@@ -211,14 +210,13 @@ def warnings_and_notes(
     ended, and the load by other processes before it.
     """
     space = ledger.space
-    load_before = None if search is None or search.load is None else machine_load.evidence([search.load])
+    load_before = None if search.load is None else machine_load.evidence([search.load])
     numerical_warnings, numerical_notes = _numerical_warnings_and_notes(ledger, chosen_runs, evidence, why_uncalibrated)
     # Load by other processes also explains processes that disagree and a changed machine: one warning is enough.
     load = machine_load.load_warnings(evidence.load) or machine_load.load_warnings(
         load_before, "search on an idle machine"
     )
-    was_interrupted = search is not None and search.was_interrupted
-    spread, unconfirmed = _measurement_warnings(evidence, was_interrupted=was_interrupted)
+    spread, unconfirmed = _measurement_warnings(evidence, was_interrupted=search.was_interrupted)
     measurement = [*load, *spread]
     accumulation, accumulation_notes = accumulation_warnings(
         space, chosen_runs.candidate, config, evidence.accumulation
@@ -237,7 +235,7 @@ def warnings_and_notes(
         *measurement[1:],
         *numerical_notes,
         *accumulation_notes,
-        *_missing_plan_notes(space, config),
+        *_missing_plan_notes(ledger, chosen_runs.candidate, config),
         *_own_loop_notes(chosen_runs, description),
         *([_WHOLE_DEVICE] if ledger.objective == "energy" else []),
         *([_COMPARED_BY_TOKENS] if ledger.objective != ledger.requested_objective else []),
@@ -312,13 +310,13 @@ def _numerical_warnings_and_notes(
     return warnings, notes
 
 
-def _missing_plan_notes(space: Space, config: AmpConfig) -> list[str]:
-    precisions = {c.precision for c in space.candidates} - {plan.precision for plan in config.plans}
+def _missing_plan_notes(ledger: Ledger, chosen: Setting, config: AmpConfig) -> list[str]:
+    planned = {plan.precision for plan in config.plans}
     return [
         f"No plan for stepping down to {precision} was measured: if {config.precision} fails during training, the "
         "batch size that fits in memory is unknown. A larger --budget may measure one."
-        for precision in MODES[config.precision].rungs_below
-        if precision in precisions
+        for precision in fallback_precisions(ledger, chosen)
+        if precision not in planned
     ]
 
 
@@ -347,9 +345,9 @@ def _loader_warnings(evidence: Evidence) -> list[str]:
     ]
 
 
-def memory_warnings(description: Description | None) -> list[str]:
+def memory_warnings(description: Description) -> list[str]:
     """Return a warning if a batch that takes more memory than the measured ones may exist."""
-    if description is None or description.has_worst_batch:
+    if description.has_worst_batch:
         return []
     sizes, batch_sizes, problem = description.sample_sizes, description.batch_sizes_seen, description.scan_problem
     if problem is not None:
@@ -365,9 +363,9 @@ def memory_warnings(description: Description | None) -> list[str]:
     return [f"{warning}; another batch may take more memory. Name the largest one with Workload(worst_batch=...)."]
 
 
-def _own_loop_notes(chosen_runs: SettingRuns, description: Description | None) -> list[str]:
+def _own_loop_notes(chosen_runs: SettingRuns, description: Description) -> list[str]:
     """Return a note if the speed was not measured in the framework's own Trainer."""
-    if description is None or description.trainer is None or all(m.is_own_loop for m in chosen_runs.measurements):
+    if description.trainer is None or all(m.is_own_loop for m in chosen_runs.measurements):
         return []
     problems = [m.why_not_own_loop for m in chosen_runs.measurements if m.why_not_own_loop is not None]
     next_step = (
@@ -400,12 +398,11 @@ def accumulation_warnings(
     """
     warnings: list[str] = []
     notes: list[str] = []
-    current_size, new_size = space.baseline.effective_batch_size, chosen.effective_batch_size
+    current_size, new_size = (c.effective_batch_size * space.num_batches for c in (space.baseline, chosen))
     if current_size != new_size:
         warnings.append(
             f"The effective batch size changes from {current_size} to {new_size} samples per optimizer step, so that "
-            "the learning rate may need tuning. "
-            f"Use --effective-batch-size {current_size * space.num_batches} to keep it."
+            f"the learning rate may need tuning. Use --effective-batch-size {current_size} to keep it."
         )
     num_steps = [config.accumulation_steps, *(plan.accumulation_steps for plan in config.plans)]
     if max(num_steps) == 1:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from msgspec.structs import replace
 
-from autotune_amp.core.outcome import Failure, Measurement, Purpose, Record
+from autotune_amp.core.outcome import Description, Failure, Measurement, Purpose, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.gains import gain_and_rounds_to_settle
 from autotune_amp.search.ledger import Ledger, Shortlist
@@ -150,30 +150,22 @@ class ConfirmationRounds:
         if gain_and_rounds is None:
             return True
         gain, num_rounds = gain_and_rounds
-        runs = [
-            ConfirmationRun(self._contenders.winner, "confirm", {}),
-            ConfirmationRun(self._contenders.baseline, "confirm", {}),
-        ]
-        num_starts = math.ceil(planner.job_defaults.num_starts(len(runs)))  # a further round loads by itself
-        seconds = num_rounds * planner.runs_seconds(ledger, [run.setting for run in runs], num_starts)
+        num_starts = math.ceil(planner.job_defaults.num_starts(2))  # a further round loads by itself
+        compared = [self._contenders.winner, self._contenders.baseline]
+        seconds = num_rounds * planner.runs_seconds(ledger, compared, num_starts)
         return num_rounds > len(self._rounds_left) or gain < planner.min_gain(seconds)
 
     def _is_loaded_together(self, ledger: Ledger, planner: Planner, number: int) -> bool:
         """Whether the process of round `number` (from 1) loads at the same time as those of the other rounds."""
         return planner.job_defaults.loads_together and number <= planner.num_rounds(ledger)
 
-    def _round_seconds(self, runs: Sequence[ConfirmationRun], ledger: Ledger, planner: Planner) -> float:
-        """Return the predicted seconds of the runs of one round, including process starts."""
-        return planner.runs_seconds(ledger, [run.setting for run in runs], planner.job_defaults.num_starts(len(runs)))
-
     def _plan_next_round(self, ledger: Ledger, planner: Planner) -> list[ConfirmationRun]:
         """Return the runs of the round `self._round` that fit in the remaining time; see `plan_round`."""
         is_loaded_together = self._is_loaded_together(ledger, planner, self._num_rounds_started + 1)
 
         def seconds_of(runs: Sequence[ConfirmationRun]) -> float:
-            if is_loaded_together:
-                return planner.runs_seconds(ledger, [run.setting for run in runs], 0)
-            return self._round_seconds(runs, ledger, planner)
+            num_starts = 0 if is_loaded_together else planner.job_defaults.num_starts(len(runs))
+            return planner.runs_seconds(ledger, [run.setting for run in runs], num_starts)
 
         left_seconds = planner.budget.left() - (self._ending_seconds_left(ledger, planner) if self._round == 0 else 0.0)
         num_together = planner.job_defaults.num_together
@@ -289,8 +281,8 @@ class OneRankTrial:
 
 @dataclass
 class LargerBatchTrials:
-    """Stage that doubles the effective batch size, without accumulation, until memory or time runs out or a batch is no
-    faster.
+    """Stage that doubles the effective batch size, without accumulation unless that of the workload is fixed, until
+    memory or time runs out or a batch is no faster.
 
     Its measurements (purpose "outlook") are reported only: never recommended nor used as a fallback, since another
     effective batch size needs another learning rate.
@@ -301,12 +293,14 @@ class LargerBatchTrials:
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """Return a trial of the next larger batch size, set up like a confirmation run, or None."""
-        setting = next_larger_batch(ledger, planner.job_defaults.description.num_samples)
+        description = planner.job_defaults.description
+        setting = next_larger_batch(ledger, description)
         used_seconds = sum(record.seconds for record in ledger.records if record.purpose == "outlook")
         if setting is None:
             return None
         left_seconds = planner.extra_seconds(planner.budget.left(), used_seconds)
-        seconds = CONFIRM_SECONDS + NUM_STEPS_FORESEEN * setting.batch_size / max(ledger.speeds.values())
+        num_samples = NUM_STEPS_FORESEEN * setting.effective_batch_size * description.num_batches
+        seconds = CONFIRM_SECONDS + num_samples / max(ledger.speeds.values())
         if left_seconds < SAFETY * (planner.start_seconds(ledger) + seconds):
             return None
         return _confirming_trial(
@@ -319,17 +313,20 @@ class LargerBatchTrials:
         )
 
 
-def next_larger_batch(ledger: Ledger, num_samples: int | None = None) -> Setting | None:
-    """Return the fastest faithful setting at twice the largest effective batch tried; None if it cannot gain. Pure."""
+def next_larger_batch(ledger: Ledger, description: Description) -> Setting | None:
+    """Return the fastest faithful setting at twice the largest effective batch tried; None if it cannot gain, or if the
+    batch size cannot be set. Pure.
+    """
     effective_batch_size = ledger.space.effective_batch_size
     faithful_speeds = {
         c: speed for c, speed in ledger.speeds.items() if ledger.tiers[c] <= UNDECIDED_TIER and not c.as_found
     }
-    is_accumulation_own = ledger.space.keeps_effective_batch_size
-    if effective_batch_size is None or is_accumulation_own or not faithful_speeds or ledger.objective != "speed":
+    is_fixed = description.keeps_effective_batch_size or "batch_size" in description.unsettable
+    if effective_batch_size is None or is_fixed or not faithful_speeds or ledger.objective != "speed":
         return None
+    num_steps = description.accumulation_steps if "accumulation_steps" in description.unsettable else 1
     fastest = max(faithful_speeds, key=lambda c: faithful_speeds[c])
-    largest = replace(fastest, batch_size=effective_batch_size, accumulation_steps=1)
+    largest = replace(fastest, batch_size=effective_batch_size // num_steps, accumulation_steps=num_steps)
     rate = faithful_speeds.get(largest, faithful_speeds[fastest])
     if rate < (1 - MIN_GAIN) * faithful_speeds[fastest]:
         return None
@@ -344,7 +341,6 @@ def next_larger_batch(ledger: Ledger, num_samples: int | None = None) -> Setting
         c.precision == larger.precision and c.batch_size <= larger.batch_size and failure.kind == "oom"
         for c, failure in ledger.failures.items()
     )
-    is_too_large = larger.batch_size > min(
-        SEARCH_UP * effective_batch_size, num_samples or SEARCH_UP * effective_batch_size
-    )
+    max_size = SEARCH_UP * effective_batch_size
+    is_too_large = larger.effective_batch_size > min(max_size, description.num_samples or max_size)
     return None if ran_out or is_too_large else larger

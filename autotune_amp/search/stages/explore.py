@@ -10,28 +10,24 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import ClassVar
 
 from msgspec.structs import replace
 
-from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.intervals import fit_memory
-from autotune_amp.core.outcome import Measurement, Outcome
+from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.precisions import Precision
-from autotune_amp.core.recommendation import Exclusion
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import Backend
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import JobDefaults, Planner, num_timed_passes
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.ranking import is_limited_by_data
+from autotune_amp.search.ranking import is_limited_by_data, throughput
 from autotune_amp.search.run import Stage
-from autotune_amp.search.space import Space, excluded_by_outcomes, is_hopelessly_slow, without_excluded
+from autotune_amp.search.space import excluded_by_outcomes, is_hopelessly_slow, without_excluded
 from autotune_amp.search.stages.checks import AccumulationCheck, Checks
 from autotune_amp.search.stages.throughput_model import ThroughputModel
-from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
 
 MAX_PROCESSES = 4  # maximum number of trials of one setting
@@ -42,19 +38,16 @@ BYTES_PER_PARAMETER = 4
 MEMORY_MARGIN = 1.1
 
 
-@dataclass
 class _ExplorationStage(ABC):
     """Base class of stages that try settings until none is promising, or until time or trials are used up."""
 
     is_exclusive: ClassVar[bool] = False
-    study: Study
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         """Return the trial to run next, or None."""
-        self.study.catch_up(ledger.actual)
         left_seconds = self._seconds_left(ledger, planner)
         setting = self.next_setting(ledger, planner, left_seconds)
-        return None if setting is None else planner.trial(ledger, self.study.ask(setting).setting, left_seconds)
+        return None if setting is None else planner.trial(ledger, setting, left_seconds)
 
     def next_setting(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
         """Return the setting to try next, or None if there is none or no time for a trial."""
@@ -114,24 +107,49 @@ class PromisingSettings(_ExplorationStage):
         )
 
 
-def exploration_stages(study: Study) -> tuple[Stage, ...]:
+def exploration_stages() -> tuple[Stage, ...]:
     """Return the exploration stages in order: every precision, then other batch sizes, then a check of the fastest.
 
     A check costs as much as two trials where processes start slowly. If it rules a precision out, the batch sizes of
     others are tried, of which the fastest is checked. Settings nearly as fast as the best are measured again after the
     further dimensions, which may gain more (`stages.variants`).
     """
-    seeds, promising, checks = SeedSettings(study), PromisingSettings(study), Checks(only_winner=True)
+    seeds, promising, checks = SeedSettings(), PromisingSettings(), Checks(only_winner=True)
     return seeds, AccumulationCheck(), seeds, promising, checks, seeds, promising, checks, seeds
 
 
 def untried_seed(ledger: Ledger, job_defaults: JobDefaults) -> Setting | None:
-    """Return the next setting that has to be measured before any other; None once all were tried.
+    """Return the next setting that has to be measured before any other; None once all were tried. Pure.
 
-    These are the baseline, then every precision at its batch size.
+    These are the baseline, the setting nearest to the best of an earlier search, then one of each precision.
     """
-    outcomes, limit = ledger.ordinary_outcomes, job_defaults.memory_limit_bytes
-    return next_seed(job_defaults.hardware, ledger.space, outcomes, limit, ledger.exclusions, job_defaults.similar_best)
+    space, outcomes = ledger.space, ledger.ordinary_outcomes
+    hardware, similar_best = job_defaults.hardware, job_defaults.similar_best
+    if space.baseline not in outcomes:
+        return space.baseline
+    untried = untried_settings(ledger, job_defaults.memory_limit_bytes)
+    if similar_best is not None:
+        same_precision = [c for c in space.candidates if c.precision == similar_best.autocast_precision]
+        nearest = min(same_precision, key=lambda c: abs(math.log(c.batch_size / similar_best.batch_size)), default=None)
+        if nearest in untried:
+            return nearest
+
+    def first_setting(precision: Precision) -> Setting | None:
+        """Return the untried setting nearest to the baseline's batch; None once one ran or failed other than by OOM."""
+        tried = [o for c, o in outcomes.items() if c.precision == precision and not c.as_found]
+        if any(isinstance(outcome, Measurement) or outcome.kind != "oom" for outcome in tried):
+            return None
+        same_precision = [c for c in untried if c.precision == precision]
+        return min(same_precision, key=lambda c: abs(math.log(c.batch_size / space.baseline.batch_size)), default=None)
+
+    def sort_key(precision: Precision) -> tuple[bool, float]:
+        """Return a sort key: precisions with the fastest matrix products first, hopelessly slow ones last, since one of
+        their steps may take longer than the rest of the search.
+        """
+        return is_hopelessly_slow(hardware, precision), -(hardware.precisions[precision].matmul_flops_per_second or 0.0)
+
+    settings = map(first_setting, sorted(dict.fromkeys(c.precision for c in space.candidates), key=sort_key))
+    return next(filter(None, settings), None)
 
 
 def smaller_batch(ledger: Ledger) -> Setting | None:
@@ -170,7 +188,9 @@ def next_promising(
     if not throughputs or not choosable:
         return None
     throughput_model = ThroughputModel(throughputs, untried)
-    fastest = max(m.samples_per_second for measurements in ledger.measurements.values() for m in measurements)
+    measured = [m for measurements in ledger.measurements.values() for m in measurements]
+    fastest = max(m.samples_per_second for m in measured)
+    tokens_per_sample = median(throughput(ledger.objective, m) / m.samples_per_second for m in measured)
     num_tried = Counter(r.candidate for r in ledger.records if r.purpose == "search")
 
     def seconds(setting: Setting) -> float:
@@ -179,8 +199,9 @@ def next_promising(
         if setting.is_compiled:
             compile_times = [m.first_step_seconds for m in ledger.measurements.get(setting, ())]
             compiling = max(compile_times, default=planner.compile_seconds(ledger))
-        # For energy, or without the wait for data, `throughput` is not samples per second.
-        speed = fastest if ledger.objective == "energy" else min(fastest, throughput_model.throughput(setting))
+        # For energy the model's throughput is not samples per second, and without the wait for data it is too high.
+        predicted = math.inf if ledger.objective == "energy" else throughput_model.throughput(setting)
+        speed = min(fastest, predicted / tokens_per_sample)
         num_samples = setting.batch_size * num_timed_passes(setting) * planner.job_defaults.description.num_batches
         return compiling + planner.trial_seconds(ledger, num_samples / speed)
 
@@ -238,52 +259,24 @@ def share_building(backend: Backend, planner: Planner, ledger: Ledger, progress:
         backend.keep()
 
 
-def next_seed(
-    hardware: Hardware,
-    space: Space,
-    outcomes: Mapping[Setting, Outcome],
-    memory_limit_bytes: int | None,
-    excluded: Sequence[Exclusion] = (),
-    similar_best: Setting | None = None,
-) -> Setting | None:
-    """Return the next setting without an outcome; None once all were tried.
-
-    These are the baseline, the setting nearest to `similar_best`, then one of each precision. `excluded` lists
-    exclusions beyond those that follow from `outcomes`.
-    """
-    if space.baseline not in outcomes:
-        return space.baseline
-    untried = _untried(space, outcomes, memory_limit_bytes, excluded)
-    if similar_best is not None:
-        same_precision = [c for c in space.candidates if c.precision == similar_best.autocast_precision]
-        nearest = min(same_precision, key=lambda c: abs(math.log(c.batch_size / similar_best.batch_size)), default=None)
-        if nearest in untried:
-            return nearest
-
-    def first_setting(precision: Precision) -> Setting | None:
-        """Return the untried setting nearest to the baseline's batch; None once one ran or failed other than by OOM."""
-        tried = [o for c, o in outcomes.items() if c.precision == precision and not c.as_found]
-        if any(isinstance(outcome, Measurement) or outcome.kind != "oom" for outcome in tried):
-            return None
-        same_precision = [c for c in untried if c.precision == precision]
-        return min(same_precision, key=lambda c: abs(math.log(c.batch_size / space.baseline.batch_size)), default=None)
-
-    def sort_key(precision: Precision) -> tuple[bool, float]:
-        """Return a sort key: precisions with the fastest matrix products first, hopelessly slow ones last, since one of
-        their steps may take longer than the rest of the search.
-        """
-        return is_hopelessly_slow(hardware, precision), -(hardware.precisions[precision].matmul_flops_per_second or 0.0)
-
-    settings = map(first_setting, sorted(dict.fromkeys(c.precision for c in space.candidates), key=sort_key))
-    return next(filter(None, settings), None)
-
-
-def untried_settings(ledger: Ledger, memory_limit_bytes: int | None) -> list[Setting]:
+def untried_settings(ledger: Ledger, memory_limit_bytes: int) -> list[Setting]:
     """Return the candidates that were not tried and are not excluded.
 
     Those that the memory model predicts more than 10 % above the limit are left out.
     """
-    return _untried(ledger.space, ledger.ordinary_outcomes, memory_limit_bytes, ledger.exclusions)
+    outcomes = ledger.ordinary_outcomes
+    points: dict[Precision, list[tuple[int, int]]] = {}
+    for setting, outcome in outcomes.items():
+        if isinstance(outcome, Measurement) and not setting.as_found:
+            points.setdefault(setting.precision, []).append((setting.batch_size, outcome.reserved_memory_bytes))
+    models = {precision: fit_memory(of_it) for precision, of_it in points.items()}
+
+    def may_fit(setting: Setting) -> bool:
+        model = models.get(setting.precision)
+        return model is None or model(setting.batch_size) <= MEMORY_MARGIN * memory_limit_bytes
+
+    legal = without_excluded(ledger.space.candidates, ledger.exclusions)
+    return [c for c in legal if c not in outcomes and may_fit(c)]
 
 
 def untried_promising_settings(ledger: Ledger, job_defaults: JobDefaults, leading: Iterable[Setting]) -> list[Setting]:
@@ -318,21 +311,3 @@ def untried_pinned_settings(ledger: Ledger) -> list[Setting]:
 def is_ordinary_apart_from_pins(setting: Setting) -> bool:
     """Whether `setting` is an ordinary setting, its pinned modules aside."""
     return replace(setting, pinned_modules=()).is_ordinary
-
-
-def _untried(
-    space: Space, outcomes: Mapping[Setting, Outcome], limit: int | None, excluded: Sequence[Exclusion]
-) -> list[Setting]:
-    """Return the settings of the space without an outcome or exclusion that may fit in `limit` bytes."""
-    points: dict[Precision, list[tuple[int, int]]] = {}
-    for setting, outcome in outcomes.items():
-        if isinstance(outcome, Measurement) and not setting.as_found:
-            points.setdefault(setting.precision, []).append((setting.batch_size, outcome.reserved_memory_bytes))
-    models = {precision: fit_memory(of_it) for precision, of_it in points.items()}
-
-    def may_fit(setting: Setting) -> bool:
-        model = models.get(setting.precision)
-        return limit is None or model is None or model(setting.batch_size) <= MEMORY_MARGIN * limit
-
-    legal = without_excluded(space.candidates, (*excluded, *excluded_by_outcomes(space, outcomes)))
-    return [c for c in legal if c not in outcomes and may_fit(c)]

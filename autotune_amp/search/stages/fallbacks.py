@@ -63,13 +63,8 @@ def missing_plans(ledger: Ledger, contender: Setting) -> list[Setting]:
     """Return the next setting to measure for each precision that `contender` may step down to and that has no plan.
     Pure.
     """
-    harmful = {e.precision for e in ranking.exclusions(ledger.fidelity)}
     missing = []
-    for precision in MODES[contender.precision].rungs_below:
-        if precision in harmful or not any(c.precision == precision for c in ledger.space.candidates):
-            continue
-        if not _is_compatible(contender, precision):
-            continue
+    for precision in fallback_precisions(ledger, contender):
         for factor in (2**power for power in range(MAX_FALLBACK_TRIES) if contender.batch_size % 2**power == 0):
             setting = _stepped_down(contender, precision, factor)
             outcome = ledger.outcomes.get(setting)
@@ -78,6 +73,15 @@ def missing_plans(ledger: Ledger, contender: Setting) -> list[Setting]:
             if not (isinstance(outcome, Failure) and outcome.kind == "oom"):
                 break
     return missing
+
+
+def fallback_precisions(ledger: Ledger, setting: Setting) -> list[Precision]:
+    """Return the precisions that `setting` may step down to: those of the space that no check found unfaithful, and
+    that its other dimensions are compatible with.
+    """
+    harmful = {e.precision for e in ranking.exclusions(ledger.fidelity)}
+    possible = {c.precision for c in ledger.space.candidates} - harmful
+    return [p for p in MODES[setting.precision].rungs_below if p in possible and _is_compatible(setting, p)]
 
 
 def _stepped_down(setting: Setting, precision: Precision, factor: int) -> Setting:

@@ -82,16 +82,18 @@ def _expected_measurement(ledger: Ledger, setting: Setting, throughput_model: Th
         octaves = abs(math.log2(other.batch_size / setting.batch_size))
         return other.precision != setting.precision, differing, octaves
 
-    similar = ledger.measurements[min(ledger.measurements, key=distance)][-1]
+    similar_setting = min(ledger.measurements, key=distance)
+    similar = ledger.measurements[similar_setting][-1]
     speed = throughput_model.throughput(setting)
-    step_seconds = setting.effective_batch_size / speed
-    factor = step_seconds / similar.step_seconds
+    speedup = speed / similar.samples_per_second
+    factor = setting.effective_batch_size / similar_setting.effective_batch_size / speedup
     low, high = similar.step_seconds_interval
     return replace(
         similar,
-        step_seconds=step_seconds,
+        step_seconds=factor * similar.step_seconds,
         step_seconds_interval=(factor * low, factor * high),
         samples_per_second=speed,
+        tokens_per_second=None if similar.tokens_per_second is None else speedup * similar.tokens_per_second,
         data_seconds=factor * similar.data_seconds,
         raw_step_seconds=tuple(factor * seconds for seconds in similar.raw_step_seconds),
         was_cut=False,

@@ -15,7 +15,15 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.dimensions.loader import SHORT_WAIT
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import JobDefaults, Planner
-from autotune_amp.search.ranking import MAX_DATA_SHARE, MIN_GAIN, UNDECIDED_TIER, data_share, rank
+from autotune_amp.search.ranking import (
+    MAX_DATA_SHARE,
+    MIN_GAIN,
+    UNDECIDED_TIER,
+    data_share,
+    rank,
+    speed_without_wait,
+    throughput,
+)
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import is_ordinary_apart_from_pins, next_promising, untried_promising_settings
 from autotune_amp.trial.jobs import Check, Trial
@@ -51,21 +59,22 @@ class LoaderWorkers:
         """
         own_num_workers, num_cpus = job_defaults.description.num_workers, job_defaults.num_cpus
         trials = [r for r in ledger.records if r.purpose == "search"]
-        waits = {
-            r.candidate: data_share(r.outcome)
+        measured = {
+            r.candidate: r.outcome
             for r in trials
             if isinstance(r.outcome, Measurement)
             and not r.outcome.was_cut
             and r.candidate.num_workers is None
             and not r.candidate.as_found
         }
+        waits = {c: data_share(measurement) for c, measurement in measured.items()}
         speeds, tiers = ledger.speeds, ledger.provisional_tiers
-        speeds_without_wait = {c: speed / (1 - waits[c]) for c, speed in speeds.items() if c in waits}
+        speeds_without_wait = {c: speed_without_wait(speed, waits[c]) for c, speed in speeds.items() if c in waits}
         if own_num_workers is None or not speeds_without_wait:
             return None
         target = rank(speeds_without_wait, tiers=tiers)[0]
         fastest = max(speed for c, speed in speeds.items() if tiers[c] <= max(UNDECIDED_TIER, tiers[target]))
-        wait_seconds = waits[target] * target.batch_size / speeds[target]
+        wait_seconds = measured[target].data_seconds / target.accumulation_steps
         if waits[target] <= MAX_DATA_SHARE or wait_seconds < HANDOVER_SECONDS:
             return None
         if speeds_without_wait[target] <= (1 + MIN_GAIN) * fastest:
@@ -78,12 +87,13 @@ class LoaderWorkers:
                 return setting
             if not isinstance(outcome, Measurement) or data_share(outcome) < SHORT_WAIT:
                 break
-            is_no_faster = outcome.samples_per_second <= (1 + MIN_GAIN) * speed_before
+            speed = throughput(ledger.objective, outcome)
+            is_no_faster = speed <= (1 + MIN_GAIN) * speed_before
             least_seconds, most_seconds = outcome.step_seconds_interval
             is_slower = least_seconds > most_seconds_before
             if is_slower or (num_workers > 1 and is_no_faster and data_share(outcome) > SAME_WAIT * share_before):
                 break
-            speed_before, share_before = outcome.samples_per_second, data_share(outcome)
+            speed_before, share_before = speed, data_share(outcome)
             most_seconds_before = most_seconds
         # If the wait still limits the speed, a setting with fewer risks reaches the same speed.
         leader = rank({c: speed for c, speed in speeds.items() if c.with_own_workers == target})[0]

@@ -136,7 +136,7 @@ def load_study(database: RDBStorage, name: str, search_id: str, owner: str) -> o
 
 
 def _open_file(path: Path) -> sqlite3.Connection:
-    """Return a connection that does not wait for the disk: the commits of a trial take 75 ms instead of 330 (measured).
+    """Return a connection that does not wait for the disk: a dozen commits take 75 ms instead of 330 (measured).
 
     A killed process does no damage. Only a power failure may, and the file can be created again from the records.
     """

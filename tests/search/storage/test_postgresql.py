@@ -17,7 +17,7 @@ from scripted_backend import ScriptedSearch, candidate, measured
 
 from autotune_amp.core.errors import StudyError
 from autotune_amp.core.outcome import Measurement
-from autotune_amp.core.setting import Setting
+from autotune_amp.search.run import run_stages
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.explore import exploration_stages
 from autotune_amp.search.storage import study as studies
@@ -53,10 +53,6 @@ def speed(trial: Trial) -> Measurement:
     return measured(trial, (200.0 if setting.precision == "bf16" else 100.0) * setting.batch_size**0.3)
 
 
-def measured_alone(setting: Setting) -> Measurement:
-    return speed(Trial(candidate=setting, device="cpu"))
-
-
 def told(url: str, name: str) -> list[FrozenTrial]:
     """What another reader sees of the trials that were run."""
     with open_storage(url) as storage:
@@ -81,11 +77,11 @@ class Searching(ScriptedSearch):
     def search(self, owner: str = "") -> str:
         """Explore; returns the study's name in the storage."""
         with Study.open(self.url, self.name, self.ledger, owner=owner, note=self.notes.append) as study:
-            for stage in exploration_stages(study):
-                self.run(stage)
+            for _ in run_stages(exploration_stages(), self.runner()):
+                study.catch_up(self.ledger)
             self._before(-1)
             study.catch_up(self.ledger, is_over=True)
-            return study.name
+            return study._study.study_name
 
     def numbers(self) -> list[int]:
         return sorted(r.number for r in self.records if r.purpose == "search")
@@ -174,14 +170,16 @@ def test_what_is_away_is_tried_again_after_a_while(
     search = Searching(server.url(wire.port), "away")
     with Study.open(search.url, "away", search.ledger) as study:
         wire.cut()
-        study.tell(study.ask(SPACE.baseline), measured_alone(SPACE.baseline))
+        search.measure(SPACE.baseline)
+        study.catch_up(search.ledger)
         wire.mend()
         for seconds, is_there in ((5.0, False), (9.9, False), (10.1, True)):
             clock.return_value = seconds
             study.catch_up(search.ledger)
             assert study.is_reachable == is_there
         wire.cut()
-        study.tell(study.ask(SPACE.baseline), measured_alone(SPACE.baseline))
+        search.measure(SPACE.baseline)
+        study.catch_up(search.ledger)
         for seconds in (21.0, 30.0, 70.0):
             clock.return_value = seconds
             study.catch_up(search.ledger)
