@@ -25,6 +25,7 @@ NOT_IN_A_STEP = {
     "disable": "the precision is what is tried",
     "discard_window": "for a framework that leaves a window early, which a trial never does",
     "enable": "as disable",
+    "is_unscaled": "for a framework that takes the steps, which asks it before it unscales",
     "load": "makes a controller, before the loop",
     "open": "as close",
     "save_stats": "writes a file about a run, which a trial is not",
