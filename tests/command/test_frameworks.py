@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from statistics import mode
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -120,6 +121,24 @@ assert arguments.bf16 and trainer.args is arguments and arguments.learning_rate 
 trainer.train()
 """
 )
+
+
+def test_the_gpus_of_a_trainer_are_counted_once_it_is_made() -> None:
+    """As a Trainer counts one for a model with a device map."""
+
+    class Arguments:
+        per_device_train_batch_size, gradient_accumulation_steps, n_gpu = 4, 1, 2
+        bf16, fp16, optim, gradient_checkpointing = False, False, "adamw_torch", False
+
+    class Trainer:
+        def __init__(self, args: Arguments) -> None:
+            args.n_gpu, args.per_device_train_batch_size = 1, 5
+
+    settings = Mock(values={})
+    frameworks.FrameworkHooks(settings)._hook_transformers_trainer(Mock(Trainer=Trainer, TrainingArguments=Arguments))
+    Trainer(Arguments())
+    today = settings.channel.add.call_args.kwargs["today"]
+    assert (today["n_gpu"], today["batch_size"]) == (1, 4)
 
 
 @pytest.mark.slow

@@ -98,22 +98,16 @@ class FrameworkHooks:
                     args = (args[0], arguments, *args[2:])
                 else:
                     kwargs["args"] = arguments
-            self._report_training_arguments(arguments)
+            today = _values_of(arguments)
             with _environment("ACCELERATE_MIXED_PRECISION"):  # Transformers 4 sets it
                 if self._trainer_values:
                     self._change_training_arguments(arguments, kind)
                 original(trainer, *args, **kwargs)
+            today["n_gpu"] = arguments.n_gpu  # the Trainer counts one for a model that has a device map
+            line, parser = self._origins.get(id(arguments), ("", ""))
+            self._report_switch("TrainingArguments", {**_TRAINING_ARGUMENTS, "precision": "bf16"}, today, parser, line)
 
         owner.__init__ = __init__
-
-    def _report_training_arguments(self, arguments: Any) -> None:
-        line, parser = self._origins.get(id(arguments), ("", ""))
-        today = {name: getattr(arguments, argument) for name, argument in _TRAINING_ARGUMENTS.items()}
-        today["precision"] = _precision_of(arguments)
-        today["n_gpu"] = arguments.n_gpu
-        today["optim"] = str(getattr(arguments.optim, "value", arguments.optim))
-        today["gradient_checkpointing"] = str(arguments.gradient_checkpointing)
-        self._report_switch("TrainingArguments", {**_TRAINING_ARGUMENTS, "precision": "bf16"}, today, parser, line)
 
     def _change_training_arguments(self, arguments: Any, kind: Any) -> None:
         """Set the values in TrainingArguments, and call `__post_init__` again for the fields derived from them."""
@@ -217,6 +211,16 @@ class FrameworkHooks:
             return fit(trainer, model, *args, **kwargs)
 
         owner.__init__, owner.fit = __init__, fit_
+
+
+def _values_of(arguments: Any) -> dict[str, Any]:
+    """Return the values that TrainingArguments have today, by the names of a setting or their own."""
+    return {
+        **{name: getattr(arguments, argument) for name, argument in _TRAINING_ARGUMENTS.items()},
+        "precision": _precision_of(arguments),
+        "optim": str(getattr(arguments.optim, "value", arguments.optim)),
+        "gradient_checkpointing": str(arguments.gradient_checkpointing),
+    }
 
 
 def _precision_of(arguments: Any) -> str:
