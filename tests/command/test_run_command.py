@@ -15,6 +15,7 @@ import pytest
 from forked_python import ForkServer
 from msgspec.structs import replace
 
+from autotune_amp.command.agent.real import _SettingReport
 from autotune_amp.command.run import command_to_start, start
 from autotune_amp.command.running import INJECTED
 from autotune_amp.core.command_template import CommandTemplate
@@ -138,6 +139,13 @@ def test_what_could_not_be_set_is_said(run: Run) -> None:
     assert "NOT set: batch size 16" in line
     assert "NOT set: precision fp16, since no GradScaler" in line
     assert "NOT set: channels_last" in line
+
+
+def test_that_a_trainer_multiplies_its_batch_by_the_gpus_is_said() -> None:
+    for num_gpus in (0, 1, 2):
+        report = _SettingReport({})
+        report.add("switch", owner="TrainingArguments", today={"n_gpu": num_gpus})
+        assert ("torchrun" in "".join(report._problems)) is (num_gpus == 2)
 
 
 def test_the_exit_code_is_the_commands(tmp_path: Path) -> None:

@@ -72,9 +72,15 @@ class _SettingReport:
         self._pid = os.getpid()
 
     def add(self, event: str, **fields: Any) -> None:
-        """Keep a `set` event; ignore others."""
+        """Keep a `set` event, and the problem in a `switch` event; ignore others."""
         if event == "set":
             self._values_set.append(fields)
+        elif event == "switch" and fields["today"].get("n_gpu", 0) > 1:
+            num_gpus = fields["today"]["n_gpu"]
+            self.add_problem(
+                f"the Trainer multiplies its batch size by the {num_gpus} GPUs that it sees: set "
+                f"CUDA_VISIBLE_DEVICES=0, or start it with torchrun --nproc_per_node {num_gpus}"
+            )
 
     def add_problem(self, text: str) -> None:
         """Add a problem to the report."""
