@@ -28,7 +28,7 @@ _ANY_TEXT = "\0"  # in place of a value that differs from trial to trial
 
 class CommandStart(NamedTuple):
     """Arguments of the command to start, the values `outside` that the agent sets, its settings `files` to write, text
-    by path, and the labels of the recommended values that are `left_out`.
+    by path, and the labels of the recommended values that are `left_out`, to the script.
     """
 
     arguments: tuple[str, ...]
@@ -64,8 +64,8 @@ def command_to_start(command: Sequence[str], recommendation: Recommendation, pat
     settings files, and the agent's values: those recommended that the command does not contain.
 
     Raises `InvalidRequestError` if a placeholder such as `{trial_dir}` is left, which exists only in trials, if the
-    command lacks a recommended argument of its own, or if it had to be set to fp8, and `WorkloadError` if a shell
-    script replaces PYTHONPATH.
+    command lacks a recommended argument of its own, or if a command that was searched had to be set to fp8, and
+    `WorkloadError` if a shell script replaces PYTHONPATH.
     """
     config, workload = recommendation.config, recommendation.workload
     searched = recommendation.command_template
@@ -101,12 +101,16 @@ def command_to_start(command: Sequence[str], recommendation: Recommendation, pat
         if name not in names_in_command
         and (getattr(config, name) != getattr(today, name) or (searched and name in searched.placeholders))
     }
+    by_script = left_to_script(config, names_in_command)
+    if searched is None and outside.get("precision") == "fp8":  # of a workload, whose lines the script may have
+        del outside["precision"]
+        by_script = ["precision", *by_script]
     raise_if_fp8(outside.get("precision"))
     if "batch_size" in outside and workload:
         outside["batch_size"] = max(1, config.batch_size // workload.num_sharing)  # the agent sets that of each rank
         if workload.loader:
             outside["maker"] = workload.loader
-    left_out = tuple(config.labelled([name]).removeprefix("with ") for name in left_to_script(config, names_in_command))
+    left_out = tuple(config.labelled([name]).removeprefix("with ") for name in by_script)
     return CommandStart(with_agent_on_path(arguments, INJECTED, files), outside, files, left_out)
 
 

@@ -138,7 +138,7 @@ def test_what_could_not_be_set_is_said(run: Run) -> None:
     (line,) = done.stderr.splitlines()
     assert "NOT set: batch size 16" in line
     assert "NOT set: precision fp16, since no GradScaler" in line
-    assert "NOT set: channels_last" in line
+    assert "left to the script: channels_last" in line
 
 
 def test_that_a_trainer_multiplies_its_batch_by_the_gpus_is_said() -> None:
@@ -237,9 +237,11 @@ def test_what_only_a_line_of_the_script_can_set_is_named_and_fp8_refused() -> No
     named = command_to_start(["python", "train.py"], found, path).left_out
     assert [word in "; ".join(named) for word in ("pinned", "4 loader workers", "compiled")] == [True] * 3
     assert len(named) == 3
-    with pytest.raises(InvalidRequestError, match=r"fp8(.|\n)*prepare"):
-        command_to_start(["python", "train.py"], recommendation("fp8"), path)
+    _, outside, _, named = command_to_start(["python", "train.py"], recommendation("fp8"), path)  # of a workload
+    assert (outside, named) == ({"batch_size": 16}, ("fp8",))
     line = CommandTemplate.of("python train.py --amp {precision=fp32}")
+    with pytest.raises(InvalidRequestError, match=r"fp8(.|\n)*prepare"):
+        command_to_start(["python", "train.py"], recommendation("fp8", line=line), path)
     assert command_to_start(["python", "train.py", "--amp", "fp8"], recommendation("fp8", 8, line), path).outside == {}
 
 

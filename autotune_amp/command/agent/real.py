@@ -30,7 +30,7 @@ def install(settings: dict[str, Any]) -> None:
     """
     report = _SettingReport(settings["outside"])
     for label in settings.get("left_out", ()):
-        report.add_problem(f"NOT set: {label}, since it needs a line of the script")
+        report.add_problem(f"left to the script: {label}")
     passes = PassRecorder(report)  # type: ignore[arg-type]
     setting_hooks = SettingHooks(
         report, passes, settings["outside"], functools.partial(_convert_to_controller, report, **settings["controller"])
