@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,7 +20,7 @@ from autotune_amp.command.running import INJECTED
 from autotune_amp.command.settable import left_to_script, raise_if_fp8
 from autotune_amp.command.startable import with_agent_on_path
 from autotune_amp.core.command_template import TRIAL_PLACEHOLDERS, CommandTemplate
-from autotune_amp.core.errors import InvalidRequestError, WorkloadError
+from autotune_amp.core.errors import InvalidRequestError, StudyError, WorkloadError
 from autotune_amp.core.recommendation import Recommendation, write_atomically
 from autotune_amp.core.setting import Setting
 
@@ -41,13 +42,13 @@ def start(command: Sequence[str], path: Path) -> NoReturn:
     """Replace this process by the command, with the recommendation at `path`. Signals and exit code are the command's.
 
     On Windows, where `exec` starts a new process, this process ends. Raises `WorkloadError` if the command cannot be
-    started.
+    started, and `StudyError` if a settings file cannot be written.
     """
     recommendation = Recommendation.load(path)
     started = command_to_start(command, recommendation, path)
     arguments = started.arguments
     for file, text in started.files.items():
-        write_atomically(Path(file), text)
+        _write_if_changed(Path(file), text)
     variables = environment(started, recommendation, path, os.environ)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -57,6 +58,17 @@ def start(command: Sequence[str], path: Path) -> NoReturn:
         raise WorkloadError(
             f"{arguments[0]!r} cannot be started: {error}.", "Give the command as it is typed at the prompt."
         ) from error
+
+
+def _write_if_changed(path: Path, text: str) -> None:
+    """Write a filled settings file, unless it has this text already: the study's folder may be read-only."""
+    with suppress(OSError):
+        if path.read_text(encoding="utf-8", errors="backslashreplace") == text:
+            return
+    try:
+        write_atomically(path, text)
+    except StudyError as error:
+        raise StudyError(error.message, "Copy the study to a folder that can be written, and name that one.") from error
 
 
 def command_to_start(command: Sequence[str], recommendation: Recommendation, path: Path) -> CommandStart:

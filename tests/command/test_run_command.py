@@ -20,7 +20,7 @@ from autotune_amp.command.run import command_to_start, start
 from autotune_amp.command.running import INJECTED
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
-from autotune_amp.core.errors import InvalidRequestError, WorkloadError
+from autotune_amp.core.errors import InvalidRequestError, StudyError, WorkloadError
 from autotune_amp.core.evidence import BaselineEvidence, Evidence
 from autotune_amp.core.hardware import DeviceIdentity, DeviceMemory, Hardware
 from autotune_amp.core.outcome import Description
@@ -304,6 +304,15 @@ def test_a_settings_file_is_filled_from_its_text_of_today(
     with pytest.raises(WorkloadError):
         start(["python", "train.py", "--cfg", "c.yaml"], Path("study/recommendation.json"))
     assert Path("study/c.yaml").read_text() == "loss: huber\nbs: 16\nout: mine\n"
+
+    written = Mock(side_effect=StudyError("c.yaml cannot be written.", "Choose another folder with --out."))
+    monkeypatch.setattr("autotune_amp.command.run.write_atomically", written)
+    with pytest.raises(WorkloadError):  # the file has this text already
+        start(["python", "train.py", "--cfg", "c.yaml"], Path("study/recommendation.json"))
+    Path("study/c.yaml").unlink()
+    with pytest.raises(StudyError) as raised:
+        start(["python", "train.py", "--cfg", "c.yaml"], Path("study/recommendation.json"))
+    assert "--out" not in raised.value.next_step
 
 
 @pytest.mark.parametrize("keeps", [False, True])
