@@ -138,29 +138,40 @@ def missing_arguments(
     for name, value in recommendation.config.arguments:
         choices = placeholders[name].choices if name in placeholders else None
         text = choices[value] if choices else value
-        words = shlex.split(text)
-        if name not in filled and not (words and _contains(command, words)):
+        if text:
+            is_there = _is_in_text(command, text)
+        else:  # a settings file is not looked into
+            others = filter(None, choices.values() if choices else ())
+            is_argument = searched is not None and any(f"{{{name}" in argument for argument in searched.arguments)
+            is_there = is_argument and not any(_is_in_text(command, other) for other in others)
+        if name not in filled and not is_there:
             missing[name] = value, text
     return missing
 
 
 def filled_names(command: Sequence[str], recommendation: Recommendation, folder: Path) -> frozenset[str]:
     """Return the names of the placeholders of the searched command in whose places a command has the recommended
-    values: after the same option, or in the filled copy of a settings file in the study's `folder`.
+    values: after the same option, or in the filled copy of a settings file in the study's `folder`. Positional values
+    follow the same word, or are at the same position.
 
     A value without words of its own is there if those of the other values are not.
     """
     searched = recommendation.command_template
     if searched is None:
         return frozenset()
-    present, missing, previous = set[str](), set[str](), ""
+    present, missing, position = set[str](), set[str](), 0
+    previous, is_previous_fixed = "", True
     for argument in searched.arguments:
         files = {file: searched.files[file] for file in searched.files_named_by([argument])}
         part = msgspec.structs.replace(searched, arguments=(argument,), files=files)
         words, _ = part.of_setting(recommendation.config, str(folder), **dict.fromkeys(TRIAL_PLACEHOLDERS, _ANY_TEXT))
         if words:
-            is_there = _contains(command, words, option=previous)
-            previous = words[-1]
+            is_option = previous.startswith("-")
+            names_itself = bool(files) or "=" in words[0] or not is_previous_fixed
+            is_there = _contains(command, words, after=previous if is_option or not names_itself else "")
+            if not is_option:
+                is_there = is_there or _contains(command[position : position + len(words)], words)
+            position, previous, is_previous_fixed = position + len(words), words[-1], not part.placeholders
         else:
             others = [
                 shlex.split(text) for each in part.placeholders.values() for text in (each.choices or {}).values()
@@ -170,18 +181,29 @@ def filled_names(command: Sequence[str], recommendation: Recommendation, folder:
     return frozenset(present - missing)
 
 
-def _contains(command: Sequence[str], words: Sequence[str], *, option: str = "") -> bool:
-    """Return whether a command has these words as successive arguments, after `option` if that is one. Of an option
-    its value may be apart, or follow as in ``--option=value``.
+def _contains(command: Sequence[str], words: Sequence[str], *, after: str = "") -> bool:
+    """Return whether a command has these words as successive arguments; a value only `after` this word, if given. Of an
+    option its value may be apart, or follow as in ``--option=value``.
     """
-    is_value = option.startswith("-") and not words[0].startswith("-")
-    texts = [word.split(_ANY_TEXT) for word in _apart([option, *words] if is_value else words)]
+    is_value = after and not words[0].startswith("-")
+    texts = [word.split(_ANY_TEXT) for word in _apart([after, *words] if is_value else words)]
     patterns = [re.compile(".*".join(map(re.escape, parts)), re.DOTALL) for parts in texts]
     given = _apart(command)
     return any(
         all(pattern.fullmatch(word) for pattern, word in zip(patterns, given[first:], strict=False))
         for first in range(len(given) - len(patterns) + 1)
     )
+
+
+def _is_in_text(command: Sequence[str], text: str) -> bool:
+    """Return whether a command has the words of `text` in succession, also inside of an argument, as of ``bash -c``, or
+    after any ``=``.
+    """
+    words, wanted = (
+        [part for word in each.split() for part in word.split("=", 1)] for each in (" ".join(command), text)
+    )
+    is_inside = any(words[first : first + len(wanted)] == wanted for first in range(len(words)))
+    return is_inside or _contains(command, shlex.split(text))
 
 
 def _apart(words: Sequence[str]) -> list[str]:

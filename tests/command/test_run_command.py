@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -267,6 +268,38 @@ def test_a_recommended_argument_is_filled_in_or_has_to_be_in_the_command() -> No
     for words in (["--gc", "--seq=1024"], ["--seq=2048", "--max_steps", "10240"]):
         with pytest.raises(InvalidRequestError):
             command_to_start(["python", "train.py", *words], off, path)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_set"),
+    [
+        ("train.py 16 --seed 1", False),
+        ("-u train.py 16", False),
+        ("src/train.py 16", False),  # another word before it, at the same position
+        ("train.py 8 --seed 16", True),
+        ("train.py --seed 1 16", True),
+    ],
+)
+def test_a_positional_value_is_in_its_place(words: str, is_set: bool) -> None:
+    found = recommendation("fp32", line=CommandTemplate.of("python train.py {batch_size=8}"))
+    outside = command_to_start(["python", *words.split()], found, Path("study/recommendation.json")).outside
+    assert ("batch_size" in outside) is is_set
+
+
+@pytest.mark.parametrize(
+    ("line", "value", "words", "is_there"),
+    [
+        (["bash", "-c", "python t.py {ckpt=on:on=--gc 2|off=}"], "off", ["bash", "-c", "python t.py --more"], True),
+        (["bash", "-c", "python t.py {ckpt=on:on=--gc 2|off=}"], "off", ["bash", "-c", "python t.py --gc 2"], False),
+        (["bash", "-c", "python t.py {ckpt=off:on=--gc 2|off=}"], "on", ["bash", "-c", "python t.py --gc=2 -x"], True),
+        (["python", "t.py", "model.ckpt={ckpt=off:on}"], "on", ["python", "t.py", "+model.ckpt=on"], True),
+        (["python", "t.py", "model.ckpt={ckpt=off:on}"], "on", ["python", "t.py", "+model.ckpt=off"], False),
+    ],
+)
+def test_an_argument_is_found_inside_of_other_words(line: Any, value: str, words: list[str], is_there: bool) -> None:
+    found = recommendation(line=CommandTemplate.of(line), arguments=(("ckpt", value),))
+    with nullcontext() if is_there else pytest.raises(InvalidRequestError, match="ckpt"):
+        command_to_start(words, found, Path("study/recommendation.json"))
 
 
 @pytest.fixture
