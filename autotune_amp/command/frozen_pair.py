@@ -82,8 +82,8 @@ _SEED_OR_COMPARE = (
 def pair_steps(
     low: list[Gradient], reference: list[Gradient], *, has_other_arguments: bool = False
 ) -> tuple[tuple[FrozenStep, ...], ...] | PairingProblem:
-    """Return the steps that both runs recorded, grouped by batch: the n-th step of each optimizer on each rank; or why
-    they cannot be compared. `reference` is of fp32; `has_other_arguments`: `low` has other arguments than today's.
+    """Return the steps that both runs recorded, grouped by batch: the n-th step of the same weights on each rank; or
+    why they cannot be compared. `reference` is of fp32; `has_other_arguments`: `low` has other arguments than today's.
     """
     low_by_key = {(g.number, g.rank, g.optimizer, g.part): g for g in low}
     reference_by_key = {(g.number, g.rank, g.optimizer, g.part): g for g in reference}
@@ -109,19 +109,22 @@ def pair_steps(
                     _SEED_OR_COMPARE,
                 )
             return PairingProblem(f"the {name} differ from run to run", _SEED)
-    # `number` counts the steps of all optimizers.
+    # `number` counts the steps of all optimizers. A script may make one anew for the same weights, which never change.
+    first_optimizers: dict[tuple[Any, ...], int] = {}
     numbers_by_optimizer: dict[tuple[int, int], list[int]] = {}
     batches: dict[int, list[FrozenStep]] = {}
     for key in common_keys:
         number, rank, optimizer, part = key
+        low_step = low_by_key[key]
+        optimizer = first_optimizers.setdefault((rank, part, low_step.weights, low_step.sizes), optimizer)
         numbers = numbers_by_optimizer.setdefault((rank, optimizer), [])
         if number not in numbers:
             numbers.append(number)
         step = FrozenStep(
             name=f"rank {rank}, optimizer {optimizer}, part {part}",
-            low=low_by_key[key].path,
+            low=low_step.path,
             reference=reference_by_key[key].path,
-            sizes=low_by_key[key].sizes,
+            sizes=low_step.sizes,
         )
         batches.setdefault(numbers.index(number), []).append(step)
     return tuple(map(tuple, batches.values()))

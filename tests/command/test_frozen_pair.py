@@ -11,7 +11,8 @@ from autotune_amp.core.outcome import Fidelity
 
 
 def gradient(number: int, path: str = "low", rank: int = 0, **fields: Any) -> Gradient:
-    known: dict[str, Any] = {"weights": "w", "batch": "b", "optimizer": 0, "sizes": (2, 3), **fields}
+    known: dict[str, Any] = {"batch": "b", "optimizer": 0, "sizes": (2, 3), **fields}
+    known = {"weights": f"of {known['optimizer']}", **known}
     return Gradient(pid=1, time=0.0, rank=rank, world=2, number=number, path=f"{path}{number}{rank}", **known)
 
 
@@ -33,6 +34,15 @@ def test_the_nth_step_of_each_optimizer_is_at_the_nth_batch() -> None:
         [("rank 0, optimizer 0, part 0", "low20"), ("rank 0, optimizer 1, part 0", "low30")],
         [("rank 0, optimizer 0, part 0", "low40"), ("rank 0, optimizer 1, part 0", "low50")],
     ]
+
+
+def test_the_optimizers_that_a_script_makes_for_the_same_weights_are_one() -> None:
+    """As one that is made anew in each round; weights of other sizes are others, though both are zero."""
+    steps = [gradient(number, optimizer=number, weights="w", sizes=((2, 3), (5,))[number % 2]) for number in range(4)]
+    found = pair_steps(steps, steps)
+    assert [[step.name for step in batch] for batch in found if isinstance(batch, tuple)] == [
+        ["rank 0, optimizer 0, part 0", "rank 0, optimizer 1, part 0"]
+    ] * 2
 
 
 def test_what_is_not_alike_is_not_held_against_each_other() -> None:
