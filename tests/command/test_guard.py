@@ -18,6 +18,7 @@ import pytest
 from forked_python import ForkServer, forked_programs
 from running_commands import run_command
 
+from autotune_amp.command.agent import where
 from autotune_amp.command.agent.guard import _Guard, is_standard
 from autotune_amp.command.leftovers import load_kept
 from autotune_amp.command.messages import Error, Hello, Refused
@@ -271,6 +272,13 @@ def test_of_the_folder_that_holds_tritons_cache_nothing_else_is_free(
     guard = _Guard(Mock(), [], str(tmp_path / "made"), str(tmp_path / "opened"))
     assert guard._is_free(f"{tmp_path}/.triton/cache/kernel")
     assert not guard._is_free(f"{tmp_path}/run/model.pt")
+
+
+def test_a_process_in_a_removed_folder_is_guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getcwd", Mock(side_effect=FileNotFoundError))
+    assert _Guard(Mock(), [], str(tmp_path / "made"), str(tmp_path / "opened"))._is_free("/dev/null")
+    monkeypatch.undo()
+    assert where.working_folder() == str(Path.cwd())
 
 
 LEAVES = """

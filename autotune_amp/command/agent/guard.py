@@ -104,7 +104,7 @@ class _Guard:
         self._read_list = os.path.realpath(opened)
         self._read_names: set[str] = set()
         self._created_list = os.path.realpath(made)
-        self._working_folder = os.path.realpath(os.getcwd())
+        self._working_folder = os.path.realpath(where.working_folder())
         folders = ["/dev", "/proc", *free, *filter(os.path.isabs, (*_cache_folders(), sys.pycache_prefix or ""))]
         self._free = tuple(os.path.realpath(folder) + os.sep for folder in folders)
         self._is_data_by_path: dict[str, bool] = {}  # paths that the run created, and whether each holds data

@@ -483,7 +483,7 @@ def _report_process(channel: Channel) -> None:
         "torch",
         arguments=sys.argv,
         parent_pid=os.getppid(),
-        folder=os.getcwd(),
+        folder=where.working_folder(),
         worker=multiprocessing.current_process().name if is_multiprocessing_child else None,
         **where.rank(),
     )

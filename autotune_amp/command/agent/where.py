@@ -29,6 +29,14 @@ def frames(depth: int = 1) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def working_folder() -> str:
+    """Return the working folder of this process; the root if it was removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return os.sep
+
+
 def is_library(path: str) -> bool:
     """Whether a source file belongs to the standard library, an installed package or the agent, not to the user."""
     return path.startswith((*_LIBRARIES, HERE, "<")) or "site-packages" in path or "dist-packages" in path
