@@ -96,6 +96,23 @@ def test_a_diagnosis_goes_on_where_a_script_makes_its_optimizer_anew(
     diagnosed.return_value.resume.assert_called_once_with("after step")
 
 
+def test_a_diagnosis_tells_optimizers_apart(observed: observer.Observer) -> None:
+    """Whose parameters are taken away after the step, as by DeepSpeed, or which share them and step in turn."""
+    diagnosis = StepDiagnosis(observed.channel, observed, {"num_warmup_steps": 3})
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    taken = [torch.optim.SGD([each]) for each in weights]
+    for each in taken:
+        diagnosis.before_step(each, (), {})
+        each.param_groups[0]["params"] = []
+    assert [diagnosis._first(each) for each in taken] == [0, 1]
+
+    in_turn = torch.optim.SGD(weights), torch.optim.Adam(weights)
+    assert [diagnosis._first(each) for each in in_turn] == [2, 3]
+    assert diagnosis._first(torch.optim.Adam(weights)) == 4  # as long as the other one is there
+    del in_turn
+    assert diagnosis._first(torch.optim.Adam(weights)) == 4
+
+
 def test_a_loss_on_an_accelerator_is_kept_there_until_a_step_is_settled() -> None:
     loss = Mock(device=torch.device("cuda"))
     kept = passes._readable_later(loss)

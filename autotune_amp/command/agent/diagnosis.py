@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import weakref
 from typing import Any
 
 from . import where
@@ -28,15 +29,17 @@ class StepDiagnosis:
         self._observer = observer
         self._settings = settings
         self._steps: Any = None  # an `observed_steps.DiagnosedSteps` once it has begun
-        self._first_by_parameters: dict[frozenset[int], int] = {}  # index of the first optimizer of these parameters
-        self._first_of: dict[int, int] = {}  # the same by the index of an optimizer
+        # The latest optimizer of these parameters, as a weak reference, with its line, and the index of the first one.
+        self._latest: dict[frozenset[int], tuple[Any, str, int]] = {}
+        self._first_of: dict[int, int] = {}  # index of the first one by that of an optimizer
         self._num_steps_of: dict[int, int] = {}  # by the index of the first one
         self._diagnosed = -1  # index of the first one of those that step least often, whose steps are diagnosed
         observer.loaders.keeps_latest = True
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Go on with a diagnosis that looks at gradients before the optimizer uses them; see `passes.before_update`."""
-        if self._steps is None or self._first(optimizer) != self._diagnosed:
+        first = self._first(optimizer)  # before the step, after which DeepSpeed takes its parameters away
+        if self._steps is None or first != self._diagnosed:
             return None
         resume = self._channel.shield(self._steps.resume)
         return before_update(args, kwargs, lambda: resume("before step"), self._steps.in_closure)
@@ -60,12 +63,18 @@ class StepDiagnosis:
 
     def _first(self, optimizer: Any) -> int:
         """Return the index of the first optimizer of the same parameters: a script may make its optimizer anew for
-        each round.
+        each round. The earlier one is gone then, or is of the same class and steps at the same line.
         """
         index = self._observer.index_of(optimizer)
         if index not in self._first_of:
             parameters = frozenset(map(id, parameters_of(optimizer)))
-            self._first_of[index] = self._first_by_parameters.setdefault(parameters, index)
+            line = where.user_line()
+            reference, latest_line, first = self._latest.get(parameters, (lambda: None, "", index))
+            latest = reference()
+            if latest is not None and (type(latest), latest_line) != (type(optimizer), line):
+                first = index  # both step in turn
+            self._latest[parameters] = weakref.ref(optimizer), line, first
+            self._first_of[index] = first
         return self._first_of[index]
 
     def _begin(self, first: int, step: dict[str, Any]) -> None:
