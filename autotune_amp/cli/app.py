@@ -146,12 +146,15 @@ def recommendation_output(recommendation: Recommendation, as_json: bool, path: P
     return render_to_bytes(lambda console: print_recommendation(recommendation, console, shown_path))
 
 
-def serve_until_interrupted(server: Any, as_json: bool, note: str = "Ctrl-C stops it.") -> bytes:
-    """Print the address of a `server` and a `note`, and let it serve until Ctrl-C."""
+def serve_until_interrupted(
+    server: Any, as_json: bool, note: str = "Ctrl-C stops it.", then: Callable[[], Any] = lambda: None
+) -> bytes:
+    """Print the address of a `server` and a `note`, call `then`, and let the server serve until Ctrl-C."""
     write_output((json.dumps({"format": 1, "url": server.url}) if as_json else server.url).encode() + b"\n")
     if not as_json:
         write_message(f"{note}\n")
     with contextlib.suppress(KeyboardInterrupt):
+        then()
         server.serve_forever()
     return b""
 

@@ -169,11 +169,14 @@ def dashboard(
     from autotune_amp.report.files import find_study_file
 
     with open_dashboard(storage or find_study_file(folder, "study.db"), port) as server:
-        if not no_browser and has_display():
-            import webbrowser
 
-            webbrowser.open(server.url)
-        return serve_until_interrupted(server, as_json)
+        def open_browser() -> None:
+            if not no_browser and has_display():
+                import webbrowser
+
+                webbrowser.open(server.url)
+
+        return serve_until_interrupted(server, as_json, then=open_browser)
 
 
 def _slurm_jobs(recommendation: Recommendation, study: Path, origin: str) -> Export:

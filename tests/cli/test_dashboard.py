@@ -43,6 +43,22 @@ def test_it_serves_the_study_until_ctrl_c(cli: CommandLine) -> None:
     assert (process.returncode, out, err) == (0, "", "")
 
 
+def test_its_address_is_printed_before_a_browser_opens_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    printed: list[str] = []
+
+    def browse(url: str) -> None:
+        printed.append(capfd.readouterr().out)
+        assert url in printed[0]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autotune_amp.report.dashboard.has_display", lambda: True)
+    monkeypatch.setattr("webbrowser.open", browse)
+    assert run(["dashboard", str(make_study(tmp_path / "demo")), "--port", "0"]) == 0
+    assert len(printed) == 1
+
+
 def test_what_cannot_be_served_is_an_error_with_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
