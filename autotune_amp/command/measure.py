@@ -75,7 +75,7 @@ def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int
 
     Samples and tokens per second are those of all ranks, in the step time of the slowest. Memory is that of all ranks
     together on a CPU, and of the largest rank on an accelerator. On a CPU the reserved memory is `memory_bytes`, that
-    of all processes, if it is larger.
+    of all processes, if it is larger; accelerators that count no memory have none.
     """
     slowest = slowest_rank(events)
     if slowest is None:
@@ -89,7 +89,8 @@ def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int
     peaks = [each.peak_memory_bytes or 0 for each in events.ranks.values()]
     reserved = [each.reserved_memory_bytes for each in events.ranks.values() if each.reserved_memory_bytes is not None]
     losses = [float(loss) for step in rank.steps for loss in step.losses]
-    reserved_bytes = max(reserved) if reserved else max(memory_bytes, sum(peaks))
+    is_on_cpu = all(optimizer.devices == ("cpu",) for optimizer in rank.optimizers.values())
+    reserved_bytes = max(reserved) if reserved else max(memory_bytes if is_on_cpu else 0, sum(peaks))
     # On a CPU the limit was already enforced while the run was going on.
     limit_bytes = None if trial.device == "cpu" else trial.memory_limit_bytes
     if failure := failure_from_memory(reserved_bytes, limit_bytes):

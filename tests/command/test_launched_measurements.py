@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import said
+from msgspec.structs import replace
 
 from autotune_amp.command.measure import (
     autocast_precision,
@@ -48,6 +49,12 @@ def test_what_counts_against_the_limit_is_all_processes_on_a_cpu_and_the_largest
     found = measured(said.trained([10, 10], reserved_memory_bytes=1500), memory_bytes=5000)
     assert isinstance(found, Measurement)
     assert (found.peak_memory_bytes, found.reserved_memory_bytes) == (1000, 1500)
+    without_memory = said.trained([10, 10], peak_memory_bytes=None)  # on an accelerator that counts none
+    for rank in without_memory.ranks.values():
+        rank.optimizers[0] = replace(rank.optimizers[0], devices=("xpu:0",))
+    found = measurement(without_memory, replace(trial(), device="xpu", memory_limit_bytes=4000), 0.0, 5000)
+    assert isinstance(found, Measurement)
+    assert found.reserved_memory_bytes == 0
 
 
 def test_a_run_is_measured_once_its_slowest_rank_is() -> None:
