@@ -567,6 +567,7 @@ def strict_flag_lines(precision: Precision) -> list[str]:
     is_tf32 = precision == "tf32"
     return [
         f'torch.set_float32_matmul_precision("{"high" if is_tf32 else "highest"}")',
+        'torch.backends.cudnn.fp32_precision = "none"',  # would override the next flag
         f"torch.backends.cudnn.allow_tf32 = {is_tf32}",
     ]
 

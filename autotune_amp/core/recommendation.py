@@ -542,7 +542,10 @@ class NothingWorksError(AutotuneAmpError):
 
 
 class SearchInterruptedError(AutotuneAmpError):
-    """Raised if Ctrl-C ended the search; `best` is the best recommendation so far, None if nothing was measured."""
+    """Raised if Ctrl-C ended the search; `best` is the best recommendation so far.
+
+    It is None if nothing was measured, or if the recommendation of an earlier search stays in the study's folder.
+    """
 
     exit_code = 130
 

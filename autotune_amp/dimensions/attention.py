@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
@@ -150,8 +151,6 @@ def switch_on(names: Collection[str]) -> None:
 
 def forget_compiled_attention() -> None:
     """Drop compiled code, which keeps the attention backend that it was compiled with."""
-    import sys
-
     if "torch._dynamo" in sys.modules:  # else nothing was compiled, and the import takes seconds
         sys.modules["torch"].compiler.reset()
 
@@ -176,10 +175,13 @@ def _number(name: str) -> int:
 
 
 def calls_attention(live: LiveTraining) -> bool:
-    """Return whether the code of a module, or of a function that it names, calls ``scaled_dot_product_attention``.
+    """Return whether code of the model's modules, or what it names, calls ``scaled_dot_product_attention``.
 
-    Models of Transformers look the function up in a table; their config tells.
+    Models of Transformers look the function up in a table; their config tells. Those of Diffusers compute attention in
+    an object of a class that is no module. A class of modules that code names does not count, since the model's own
+    are searched anyway.
     """
+    import torch
     from torch import nn
 
     if any(
@@ -188,35 +190,36 @@ def calls_attention(live: LiveTraining) -> bool:
         for module in live.modules
     ):
         return True
-    classes = {base for module in live.modules for base in type(module).__mro__}
-    seen: set[type | FunctionType] = set()
-    return any(_names_attention(each, seen) for each in classes)
+    to_search: list[Any] = [type(module) for module in live.modules]
+    seen: set[Any] = set()
+    while to_search:
+        value = to_search.pop()
+        if value in seen or _is_of_library(value):
+            continue
+        seen.add(value)
+        if isinstance(value, type):
+            members = [inspect.unwrap(member) for member in vars(value).values() if callable(member)]
+            to_search += [*value.__bases__, *(member for member in members if isinstance(member, FunctionType))]
+            continue
+        names = set(_names(value.__code__))
+        found = _values_of(names, value.__globals__)
+        if _FUNCTION in names or any(each is torch.nn.functional.scaled_dot_product_attention for each in found):
+            return True
+        to_search += [each for each in found if isinstance(each, FunctionType) or _is_plain_class(each)]
+    return False
 
 
-def _names_attention(value: type | FunctionType, seen: set[type | FunctionType]) -> bool:
-    """Return whether a function's code, or that of a method of a class, names the function or another one that does.
-
-    Models of Diffusers compute attention in an object of a class that is no module. A class of modules that code names
-    does not count, since the model's own are searched anyway. What is in `seen` is not searched.
-    """
-    import torch
-
-    if value in seen or _is_of_torch(value):
-        return False
-    seen.add(value)
-    if isinstance(value, type):
-        members = [inspect.unwrap(member) for member in vars(value).values() if callable(member)]
-        return any(_names_attention(member, seen) for member in members if isinstance(member, FunctionType))
-    names = set(_names(value.__code__))
-    if _FUNCTION in names:
-        return True
-    found = [value.__globals__[name] for name in names if name in value.__globals__]
+def _values_of(names: Collection[str], variables: dict[str, Any]) -> list[Any]:
+    """Return the values of these names among a function's global variables, and in the modules among those values."""
+    found = [variables[name] for name in names if name in variables]
     modules = [each for each in found if isinstance(each, ModuleType) and not each.__name__.startswith("torch")]
-    found += [vars(module)[name] for module in modules for name in names if name in vars(module)]
-    if any(each is torch.nn.functional.scaled_dot_product_attention for each in found):
-        return True
-    named = [each for each in found if isinstance(each, type | FunctionType)]
-    return any(_names_attention(each, seen) for each in named if not _is_module(each))
+    return found + [vars(module)[name] for module in modules for name in names if name in vars(module)]
+
+
+def _is_plain_class(value: Any) -> bool:
+    from torch import nn
+
+    return isinstance(value, type) and not issubclass(value, nn.Module)
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -226,14 +229,10 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _is_module(value: type | FunctionType) -> bool:
-    from torch import nn
-
-    return isinstance(value, type) and issubclass(value, nn.Module)
-
-
-def _is_of_torch(value: Any) -> bool:
-    return str(getattr(value, "__module__", "")).partition(".")[0] == "torch"
+def _is_of_library(value: Any) -> bool:
+    """Return whether a class or function is PyTorch's or Python's own."""
+    package = str(getattr(value, "__module__", "")).partition(".")[0]
+    return package == "torch" or package in sys.stdlib_module_names
 
 
 ATTENTION = _Attention()

@@ -285,10 +285,10 @@ def load_warnings(load: LoadEvidence | None, remedy: str = "search again with --
     warnings = []
     if load.is_busy:
         busiest = "; ".join(f"{p.name}, pid {p.pid}: {p.num_cores:.2f}" for p in load.busiest)
+        whose, advice = (busiest, "Stop them and") if busiest else ("hidden from this user", "When it is quiet,")
         warnings.append(
             f"The machine was busy: other processes used {load.others_num_cores or 0.0:.2f} of {load.num_cpus} cores "
-            f"({busiest or 'in other containers or hidden from you'}). Stop them and {remedy} for a more reliable "
-            "result; without them training may be faster."
+            f"({whose}). {advice} {remedy} for a more reliable result; without them training may be faster."
         )
     if load.is_stolen:
         warnings.append(f"The hypervisor gave {100 * (load.stolen_share or 0.0):.0f} % of the CPU time to others.")

@@ -342,7 +342,8 @@ class AutotuneCallback(Callback):
     Trainer's ``min_epochs`` or ``min_steps`` keep it from stopping, `fit` raises that error after saving, as it does
     with `NotPrecisionError` and `NoRungFitsError`.
 
-    checkpoint_path: where to save it; ``autotune_amp.ckpt`` in the Trainer's ``default_root_dir`` if None.
+    checkpoint_path: where to save it, kept as a string; ``autotune_amp.ckpt`` in the Trainer's ``default_root_dir`` if
+    None.
     """
 
     def __init__(self, checkpoint_path: str | os.PathLike[str] | None = None) -> None:

@@ -240,27 +240,29 @@ class Experiment:
                 findings = findings._replace(forward_max=max(maxima.values(), default=None))
         return replace(attempt, findings=findings, training=run, forward_maxima=maxima)
 
-    def switch_to_fp32_draws(self, pins: tuple[str, ...]) -> bool:
+    def switch_to_fp32_draws(self, attempt: Attempt) -> bool:
         """Switch to random numbers drawn in fp32 if training in the precision draws them in half and fp32 does not.
 
         Then one seed gives different numbers in the two, which alone can cause a bad verdict. Returns whether it
-        switched; if so, all later passes draw in fp32 and round. If not, the model keeps its weights. `pins` are the
-        modules in fp32.
+        switched; if so, all later passes draw in fp32 and round. If not, and the training of `attempt` became
+        non-finite, the model keeps the trained weights, in which the cause is looked for.
         """
         if self._subject.is_compiled or not self.low.has_random_draws:
             return False
         random_mode = self.low.random_mode = self.fp32.random_mode = Fp32RandomMode()
-        current = Passes(self.low.subject)
+        has_failed = attempt.training is not None and not attempt.training.is_finite
+        trained = Passes(self.low.subject) if has_failed else None
         draws_in_half = False
         with suppress(Exception):  # the user's code is run in an unusual way and may raise anything
             self.fp32.run(0, "fp32")
             if not random_mode.num_drawn:
-                with self.low.pinned(pins):
+                with self.low.pinned(attempt.pins):
                     self.low.run(0, self.precision)
                 draws_in_half = random_mode.num_drawn > 0
         if not draws_in_half:
             self.low.random_mode = self.fp32.random_mode = None
-            current.restore()
+            if trained is not None:
+                trained.restore()
         return draws_in_half
 
     @cached_property

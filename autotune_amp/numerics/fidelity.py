@@ -66,7 +66,7 @@ def check(
             experiment.cut_samples_to_time()
             attempt = experiment.attempt(names_matching(subject.model, pinned_modules))
             # Random numbers that differ in half precision may be the only error: try again with the same ones.
-            if attempt.grade.is_bad and experiment.switch_to_fp32_draws(attempt.pins):
+            if attempt.grade.is_bad and experiment.switch_to_fp32_draws(attempt):
                 attempt = experiment.attempt(attempt.pins)
             # fp32 itself fails: name the modules. In a custom training loop, modules cannot be observed.
             if not attempt.findings.is_reference_finite and subject.loop is None:

@@ -7,8 +7,8 @@ process of the confirmation. A job's deadline starts when its process is ready; 
 
 Each of these processes, and each training command, is started by a small process, the `keeper`. It kills all
 descendants and removes their temporary files: when the search asks for it, when the program ends, and when the search
-itself has ended or was killed. These files are in a folder of its own below your TMPDIR, or below /tmp if the path of
-yours has more than 40 bytes, since names of sockets are short. Only the cache of torch.compile is kept for the next
+itself has ended or was killed. Each program has a folder for them below your TMPDIR; if its path has more than 40 bytes
+and /tmp is writable, below /tmp, since names of sockets are short. Only the cache of torch.compile is kept for the next
 process.
 
 With several devices (`--devices`, `--ray`, `--ranks`):

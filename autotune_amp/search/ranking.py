@@ -189,7 +189,10 @@ def were_processes_shared(records: Sequence[Record]) -> bool:
 
 
 def data_share(measured: Measurement) -> float:
-    """Return the share of a step spent waiting for data, at most 1: threads that load ahead wait beside the steps."""
+    """Return the share of a step spent waiting for data, at most 1.
+
+    Threads that load ahead wait while the steps go on, so that their waits may add up to more than a step.
+    """
     return min(1.0, measured.data_seconds / measured.step_seconds)
 
 

@@ -91,8 +91,8 @@ def run_search(
                     recommendation = None if is_fresh else saved_recommendation_for(fingerprint)
                     if recommendation is not None:
                         return recommendation
-                finished = None if cached is None or is_fresh or cached.search.was_interrupted else cached
-                for line in () if finished is None else finished.fingerprint.differences(fingerprint):
+                finished = None if cached is None or cached.search.was_interrupted else cached
+                for line in () if finished is None or is_fresh else finished.fingerprint.differences(fingerprint):
                     progress.note(f"Searching again: {line}.")
                 search_id = folder.search_id(fingerprint, is_fresh=is_fresh)
                 try:
@@ -194,7 +194,7 @@ class _Search:
                 f"{interruption} after {trials}; {kept} {place}.",
                 "Run the same search again to continue it.",
                 recommendation.excluded,
-                recommendation,
+                recommendation if is_saved_if_interrupted else None,  # how to use it is said by its file
             )
         self._store_for_others(recommendation)
         return recommendation

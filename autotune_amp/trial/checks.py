@@ -117,6 +117,8 @@ def _attribute_failure(failure: Failure, inputs: CheckInputs, spec: Check) -> Fa
 
 def _run_check(inputs: CheckInputs, spec: Check, tell: Tell) -> Fidelity | Calibration | Accumulation:
     candidate = spec.candidate
+    if inputs.loop is not None and _has_lazy_values(inputs.model):
+        raise NoStepError("its lazy modules have no weights before the first step")
     if spec.what == "accumulation":
         return accumulation.check_accumulation(inputs, accumulation.num_checked_samples(candidate.batch_size))
     if spec.what == "calibration":
@@ -177,7 +179,7 @@ def _make_check_inputs(context: Context, spec: Check, tell: Tell, stack: ExitSta
     if device.type != "cpu":
         batches = [data.move_batch(batch, device) for batch in batches]
     reference = _inputs_for_model(context.workload, spec, context.model(device), batches)
-    if reference.loop is None and any(map(is_lazy, reference.model.parameters())):
+    if reference.loop is None and _has_lazy_values(reference.model):
         reference.loss(reference.model, batches[0])  # gives the parameters their first values
     tell(Ready())
     num_steps = 0
@@ -212,6 +214,11 @@ def _make_check_inputs(context: Context, spec: Check, tell: Tell, stack: ExitSta
         has_like_draws=not is_compiled,
     )
     return inputs, num_steps
+
+
+def _has_lazy_values(model: nn.Module) -> bool:
+    """Return whether a parameter or buffer has no values before the model's first pass."""
+    return any(map(is_lazy, (*model.parameters(), *model.buffers())))
 
 
 def _train(inputs: CheckInputs, workload: Workload, spec: Check) -> int:

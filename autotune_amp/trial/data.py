@@ -139,7 +139,7 @@ def _members(value: Any) -> Iterable[Any]:
 def move_batch(batch: Any, device: torch.device) -> Any:
     """Return the batch moved to the device: tensors, objects with a `to` method, containers and dataclasses of them."""
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        return batch.to(device, non_blocking=device.type != "cpu")  # the host would read a copy that has not arrived
     if hasattr(type(batch), "to"):
         return batch.to(device)
     if type(batch) is dict:

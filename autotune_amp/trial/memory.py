@@ -170,11 +170,11 @@ def _limit_data_segment(limit_bytes: int) -> None:
 
     RLIMIT_DATA counts only private writable memory, while RLIMIT_AS counts merely reserved memory too.
     """
-    import resource
-
     data_bytes = _status_bytes().get("VmData")
     if data_bytes is None:  # on macOS
         return
+    import resource
+
     allowed = data_bytes + limit_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (allowed if hard < 0 else min(allowed, hard), hard))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -285,7 +286,7 @@ def test_a_keeper_finds_this_package_where_only_an_import_hook_does(
 ) -> None:
     """The hook of an editable install in the user's own site folder, which the keeper's Python does not read."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not Path(entry, "autotune_amp").is_dir()])

@@ -105,7 +105,7 @@ def test_a_load_that_comes_and_goes_widens_the_lower_end() -> None:
         (load(0.7, num_cpus=16), None),
         (HOGGED, "1.00 of 2 cores (python3"),
         (load(1.0, num_cpus=16), "1.00 of 16 cores"),
-        (msgspec.structs.replace(HOGGED, busiest=()), "other containers"),
+        (msgspec.structs.replace(HOGGED, busiest=()), "hidden"),
         (load(stolen_share=0.05), "hypervisor gave 5 %"),
         (load(gpu_processes=(GpuProcess(pid=9, name="theirs", memory_bytes=None),)), "theirs, pid 9"),
         (load(gpu_slowdowns=("heat, limited by the card",)), "heat, limited by the card"),

@@ -48,7 +48,7 @@ def test_ctrl_c_saves_the_best_so_far_but_over_no_finished_recommendation(
                 uses_shared_setting=False,
                 is_saved_if_interrupted=is_first,
             )
-    assert isinstance(caught.value.best, Recommendation)
+    assert isinstance(caught.value.best, Recommendation) is is_first
     assert folder.recommendation_path.exists() == is_first
     assert len(folder.records("s-1")) == 1
 

@@ -250,3 +250,21 @@ def test_a_model_with_lazy_modules_is_checked(what: str) -> None:
     found = checks.check(Context(workload, is_kept=False), spec(torch_state.capture(), what=what), lambda event: None)
     assert not isinstance(found, Failure), found
     assert getattr(found, "verdict", "faithful") in ("faithful", "mean")
+
+
+def test_a_loop_with_lazy_modules_is_unchecked() -> None:
+    def step(state: dict[str, Any], batch: torch.Tensor, amp: Any) -> None:
+        amp.backward(state["net"](batch).square().mean())
+        amp.step(state["optimizer"])
+        amp.update()
+
+    def build() -> dict[str, Any]:
+        net = nn.LazyBatchNorm1d(affine=False)  # whose buffers alone are lazy
+        linear = nn.Linear(8, 1)
+        return {"net": nn.Sequential(net, linear), "optimizer": torch.optim.SGD(linear.parameters(), lr=0.1)}
+
+    workload = Workload(build=build, train_step=step, data=lambda n: torch.randn(n, 8))
+    found = checks.check(Context(workload, is_kept=False), spec(torch_state.capture(), what="fidelity"), lambda _: None)
+    assert isinstance(found, Fidelity), found
+    assert found.verdict == "unchecked"
+    assert "lazy" in found.reason

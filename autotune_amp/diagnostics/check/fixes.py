@@ -104,7 +104,7 @@ def fix_old_name(code: str) -> str | None:
     """Return the line with the names of torch.amp in place of those of torch.cuda.amp or torch.cpu.amp."""
 
     def find_replacement(node: ast.AST, get_source: GetSource) -> tuple[ast.AST, str] | None:
-        if not (isinstance(node, ast.Call) and node.args):
+        if not (isinstance(node, ast.Call) and node.args) or any(isinstance(each, ast.Starred) for each in node.args):
             return None
         function = get_source(node.func)
         if not re.fullmatch(r"torch\.(cuda|cpu)\.amp\.autocast", function):
@@ -114,13 +114,16 @@ def fix_old_name(code: str) -> str | None:
         return node, f"{function}({', '.join([*named, *map(get_source, node.keywords)])})"
 
     device = "cpu" if "torch.cpu" in code else "cuda"
-    line = _with_replacement(code, find_replacement) or code
+    replaced = _with_replacement(code, find_replacement)
+    line = replaced or code
     line = re.sub(r"torch\.(cuda|cpu)\.amp\.(autocast|GradScaler)\(", rf'torch.amp.\2("{device}", ', line)
     line = re.sub(r"torch\.(cuda|cpu)\.amp\.(custom_fwd|custom_bwd)\b", rf'torch.amp.\2(device_type="{device}")', line)
     line = re.sub(r"from torch\.(cuda|cpu) import amp", "from torch import amp", line)
     line = re.sub(r"torch\.(cuda|cpu)\.amp\b", "torch.amp", line).replace(", )", ")")
-    is_import = line.startswith(("from", "import"))
-    return f'{line}  # and pass the device first, the rest by name: autocast("{device}")' if is_import else line
+    has_more = replaced is None and re.search(r"autocast\([^()]*(\*\w|, $)", line)  # arguments that cannot be named
+    if has_more or line.startswith(("from", "import")):
+        return f'{line.rstrip()}  # and pass the device first, the rest by name: autocast("{device}")'
+    return line
 
 
 def disable_scaler(code: str) -> str | None:

@@ -361,8 +361,8 @@ def largest_batch(
 ) -> LargestBatch | None:
     """Return the largest batch size that fits, by the memory model; None if fewer than two sizes were measured.
 
-    It is below the sizes that ran out of memory, unless the limit is above `available_bytes`, those of this device. See
-    `next_batch_size` for the arguments.
+    It is below the sizes that ran out of memory, unless the limit is above `available_bytes`, the memory that this
+    device has free. See `next_batch_size` for the arguments.
     """
     bytes_by_size = {size: num_bytes for size, num_bytes in sorted(measured.items()) if num_bytes is not None}
     model = _memory_model(bytes_by_size, limit_bytes)

@@ -3,9 +3,9 @@
 The throughput model (`stages.throughput_model`) decides which setting to try, and each trial is written to the study
 once it has run. Its parameters are the precision and the batch size, for trials on the leader also the further
 dimensions and, under fp16, `init_scale` and `growth_interval`. Numbers are ints on a log scale, whose range may change
-later. The choices of a categorical may not, so they are all values, whether this session can try them or not. TPE
-suggests the two of fp16, and each pair is replayed on one measurement. User attributes hold further values for
-optuna-dashboard. Trials that others enqueue in the study are not run.
+later. Optuna refuses other choices of a CategoricalDistribution in a study that has trials, so the choices are all
+values, whether this session can try them or not. TPE suggests the two of fp16, and each pair is replayed on one
+measurement. User attributes hold further values for optuna-dashboard. Trials that others enqueue are not run.
 
 The ledger holds all results: a search continues if the storage fails, and sends them once it can be reached again.
 """
@@ -187,7 +187,8 @@ class Study:
         num_left = num_pairs - len(finished_pairs) - len(seeds)
         if num_left <= 0:
             return
-        # Asked of a copy in memory: the storage then holds no unfinished trial, and what others enqueue is not asked.
+        # The sampler is asked through a copy of the study in memory, so that the storage holds no unfinished trial and
+        # trials that others enqueued are not taken.
         asked = optuna.create_study(direction="maximize", sampler=self._study.sampler)
         asked.add_trials(self._finished_trials())
         for _ in range(num_left):

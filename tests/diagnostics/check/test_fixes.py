@@ -47,6 +47,14 @@ def test_a_line(mend: Callable[[str], str | None], code: str, expected: str | No
     [
         ("with torch.cuda.amp.autocast(amp):  # on", 'with torch.amp.autocast("cuda", enabled=amp):  # on'),
         ("@torch.cpu.amp.autocast(f(), t, **rest)", '@torch.amp.autocast("cpu", enabled=f(), dtype=t, **rest)'),
+        (
+            "with torch.cuda.amp.autocast(*given):",
+            'with torch.amp.autocast("cuda", *given):  # and pass the device first, the rest by name: autocast("cuda")',
+        ),
+        (
+            "with torch.cuda.amp.autocast(",
+            'with torch.amp.autocast("cuda",  # and pass the device first, the rest by name: autocast("cuda")',
+        ),
         ("scaler = torch.cuda.amp.GradScaler(2.0)", 'scaler = torch.amp.GradScaler("cuda", 2.0)'),
     ],
 )
