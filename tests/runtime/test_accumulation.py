@@ -357,3 +357,4 @@ def test_statistics_of_a_window_that_begins_after_its_forward_pass_are_undone() 
             loop.optimizer.zero_grad()
     assert loop.controller.status().num_skips == 1
     assert all(torch.isfinite(buffer).all() for buffer in loop.net.buffers())
+    assert loop.net.state_dict()["1.num_batches_tracked"] == 1
