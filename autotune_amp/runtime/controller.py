@@ -386,7 +386,7 @@ class PrecisionController(torch.amp.GradScaler):
         reader = self._scaler.reader
         while len(reader) > (0 if self._policy.is_watching else max_waiting):
             self._executor.optimizers.note(dict(zip((popped := reader.pop())[1], popped[0], strict=False)))
-            self._executor.end_update(UpdateResult.from_values(*popped)._replace(ended_at=reader.copied_at))
+            self._executor.end_update(UpdateResult.from_values(*popped)._replace(ended_at=reader.ended_at))
         if not len(reader):
             self._scaler.write(is_forced=True)
         self._carry_out_requests()
