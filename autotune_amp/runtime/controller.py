@@ -39,6 +39,7 @@ from autotune_amp.runtime.scaler import (
     UpdateResult,
     UpdateWindow,
     checked_device,
+    worst_of,
 )
 from autotune_amp.runtime.sinks import Sink
 from autotune_amp.runtime.status import MoveRecord, Status, write_status
@@ -339,6 +340,10 @@ class PrecisionController(torch.amp.GradScaler):
             # Without a backward pass so far, that may follow those of more losses.
             if window.has_run_backward or window.verdicts:
                 dropped = window.dropped_probe + window.loss_probe
+                if (worst := int(worst_of(window.verdicts.values()))) > CLEAN:  # the loop itself skips such steps
+                    window.verdicts = {n: v if v == NO_GRADIENTS else worst for n, v in window.verdicts.items()}
+                    self._end_window(next_has_run=has_run)
+                    self._is_in_window, dropped = True, dropped if has_run else 0.0
                 self._check.window = window = UpdateWindow(dropped_probe=dropped)
                 self._per_optimizer_states.clear()
             self._watches_backward = True
@@ -351,7 +356,8 @@ class PrecisionController(torch.amp.GradScaler):
             return not self._check.window.scale_was_read
         return {state["stage"] for state in self._per_optimizer_states.values()} == {OptState.UNSCALED}
 
-    def _end_window(self) -> None:
+    def _end_window(self, *, next_has_run: bool = False) -> None:
+        # A forward pass of the next window needs the running statistics and the precision that it ran with.
         window, self._check.window = self._check.window, UpdateWindow()
         self._per_optimizer_states.clear()
         if self._executor.model is not None:
@@ -369,17 +375,18 @@ class PrecisionController(torch.amp.GradScaler):
             result = window.result(self._ranks)
             if result.verdicts:
                 self._metrics.end_window()
-                self._executor.end_window(result.worst > CLEAN or window.follows_bad_batch())
+                if not next_has_run:
+                    self._executor.end_window(result.worst > CLEAN or window.follows_bad_batch())
                 self._executor.end_update(result)
                 self._scaler.write()
-        self._is_in_window = False
+        self._is_in_window = next_has_run
         self._carry_out_requests()
 
     def _read_verdicts(self, max_waiting: int) -> None:
         reader = self._scaler.reader
         while len(reader) > (0 if self._policy.is_watching else max_waiting):
             self._executor.optimizers.note(dict(zip((popped := reader.pop())[1], popped[0], strict=False)))
-            self._executor.end_update(UpdateResult.from_values(*popped)._replace(ended_at=reader.copied_at))
+            self._executor.end_update(UpdateResult.from_values(*popped)._replace(ended_at=reader.ended_at))
         if not len(reader):
             self._scaler.write(is_forced=True)
         self._carry_out_requests()

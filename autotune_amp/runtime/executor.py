@@ -312,8 +312,6 @@ class Executor:
         if model.is_verifying and self._cannot_move(model):
             self.pending_requests.append(("give_up", ""))
         model.end_window(skipped)
-        if not self.uses_own_autocast:
-            model.begin_window()
         model.observer.is_sampling = self.metrics.wants_sample or model.is_verifying
 
     def end_update(self, result: UpdateResult) -> None:

@@ -187,7 +187,8 @@ class MetricsRecorder:
         if num_tokens is None:
             num_tokens = int(self._token_reader.pop()[0][0])
         if self._last_update is not None:
-            # Of two clocks, if the verdict before was not late.
+            # If only this verdict was late, the first time is of the host and the second of the device, so that the
+            # difference may be negative.
             self._seconds.append(max(0.0, ended_at - self._last_update))
             self._tokens.append(num_tokens)
             totals.seconds[precision] = totals.seconds.get(precision, 0.0) + self._seconds[-1]

@@ -106,9 +106,12 @@ class AttachedModel:
         self._is_in_window = True
 
     def end_window(self, skipped: bool | Tensor) -> None:
-        """Restore the running statistics if the window's step was skipped, once per window."""
-        if self._is_in_window:
-            self.statistics.undo_where(skipped)
+        """Restore the running statistics if the window's step was skipped.
+
+        Then save them, since the next window may begin after its forward pass.
+        """
+        self.statistics.undo_where(skipped)
+        self.statistics.save()
         self._is_in_window = False
 
     def run_in(self, name: Precision | None) -> None:

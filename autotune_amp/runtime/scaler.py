@@ -397,8 +397,10 @@ class LaggedReader:
     """Queue of small groups of device scalars, each copied to pinned host memory when it is pushed, with its label."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Tensor, torch.Event | None, tuple[int, ...]]] = deque()
-        self._latest: tuple[torch.Event, float] | None = None  # of the group popped last, and when it was copied
+        # Values, their copy's event, label, and when they were pushed.
+        self._waiting: deque[tuple[Tensor, torch.Event | None, tuple[int, ...], float | None]] = deque()
+        self._latest: tuple[torch.Event, float] | None = None  # on CUDA, of the group popped last; when it was copied
+        self.ended_at: float | None = None  # of the group popped last, by `time.perf_counter`; None if restored
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without an event, which belongs to this process."""
@@ -411,51 +413,47 @@ class LaggedReader:
         """Start copying `values`, scalars of one device, to the host."""
         packed = torch.stack(list(values))
         if packed.device.type == "cpu":
-            self._waiting.append((packed, None, label))
+            self._waiting.append((packed, None, label, time.perf_counter()))
             return
         host = torch.empty(len(values), pin_memory=True)
         host.copy_(packed, non_blocking=True)
         # On the copy's stream, which need not be that of the current device.
         event = torch.Event(packed.device, enable_timing=packed.device.type == "cuda")
         torch.accelerator.current_stream(packed.device).record_event(event)
-        self._waiting.append((host, event, label))
+        self._waiting.append((host, event, label, time.perf_counter()))
 
     def waiting(self) -> list[tuple[list[float], tuple[int, ...]]]:
         """Return all groups and labels, oldest first, without removing them. Synchronizes with the device."""
-        for _, event, _ in self._waiting:
+        for _, event, *_ in self._waiting:
             if event is not None:
                 event.synchronize()
-        return [(host.tolist(), label) for host, _, label in self._waiting]
+        return [(host.tolist(), label) for host, _, label, _ in self._waiting]
 
     def restore(self, waiting: Waiting) -> None:
         """Replace the queue by these groups."""
         self._waiting.clear()
-        self._waiting.extend((torch.tensor(values), None, tuple(label)) for values, label in waiting)
+        self._waiting.extend((torch.tensor(values), None, tuple(label), None) for values, label in waiting)
 
     def pop(self) -> tuple[list[float], tuple[int, ...]]:
         """Remove and return the oldest group and its label. Synchronizes if its copy is not finished."""
-        host, event, label = self._waiting.popleft()
+        host, event, label, self.ended_at = self._waiting.popleft()
         if event is not None:
             event.synchronize()
         self._time(event)
         return host.tolist(), label
 
-    @property
-    def copied_at(self) -> float | None:
-        """Return when the group popped last was copied, by `time.perf_counter`; None if that is not known.
-
-        It is known on CUDA, whose events tell the time between two copies, however late these are read.
-        """
-        return None if self._latest is None else self._latest[1]
-
     def _time(self, event: torch.Event | None) -> None:
+        # CUDA's events tell the time between two copies, however late these are read. Elsewhere the host's clock has
+        # to do: the host waits for older groups before it pushes more, so it keeps the device's pace.
         if event is None or event.device.type != "cuda":
             self._latest = None
-        elif self._latest is None or self._latest[0].device != event.device:
-            self._latest = event, time.perf_counter()
+            return
+        if self._latest is None or self._latest[0].device != event.device:
+            self.ended_at = time.perf_counter()
         else:
             before, copied_at = self._latest
-            self._latest = event, copied_at + before.elapsed_time(event) / 1e3
+            self.ended_at = copied_at + before.elapsed_time(event) / 1e3
+        self._latest = event, self.ended_at
 
 
 class LossScaler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from resumable import NAN
 from torch import Tensor, nn
 from training import Batch, Loop, batches, fp16, same, weights
 
-from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.precisions import Precision
 from autotune_amp.runtime.controller import PrecisionController
 
@@ -315,6 +316,37 @@ def test_a_step_left_out_after_clipping_does_not_touch_the_next(precision: Preci
     assert all(map(torch.equal, mine.net.parameters(), theirs.net.parameters()))
 
 
+@pytest.mark.parametrize(("own_autocast", "num_large"), [(None, 0), (None, 3), (torch.float16, 0)])
+def test_steps_that_the_loop_skips_itself_count_as_those_skipped_for_it(
+    own_autocast: torch.dtype | None, num_large: int
+) -> None:
+    """The scale begins so high that gradients overflow under a finite loss; a large input overflows in the forward."""
+    mine, theirs, statuses = Rerunning(), Rerunning(), []
+    called: list[Rerunning] = []
+    for loop in (mine, theirs):
+        controller = PrecisionController(fp16(loss_scale=LossScale(init_scale=2.0**22)), device="cpu")
+        controller.attach(loop.net, loop.loss)
+        controller.on_step(functools.partial(called.append, loop))
+        for loop.factor in (*12 * [1.0], *num_large * [LARGE], 1.0):
+            with controller.autocast() if own_autocast is None else torch.autocast("cpu", own_autocast):
+                loss = loop.loss()
+            controller.backward(loss)
+            controller.unscale_(loop.optimizer)
+            norm = nn.utils.clip_grad_norm_(loop.net.parameters(), 1.0)
+            if loop is theirs or norm.isfinite():
+                controller.step(loop.optimizer)
+                controller.update()
+            loop.optimizer.zero_grad()
+        statuses.append(controller.status())
+    one, other = statuses
+    assert all(map(torch.equal, mine.net.parameters(), theirs.net.parameters()))
+    assert own_autocast or same(mine.net, theirs.net)
+    assert (one.num_steps, one.num_skips, one.scale) == (other.num_steps, other.num_skips, other.scale)
+    assert one.num_steps == called.count(mine) > 0
+    assert one.num_skips > 0
+    assert [move.kind for move in one.history] == [move.kind for move in other.history] == ["pin"] * (num_large > 0)
+
+
 def test_statistics_of_a_window_that_begins_after_its_forward_pass_are_undone() -> None:
     """As the second window of a training_step of Lightning, which is under one autocast."""
     loop = Rerunning()
@@ -326,3 +358,4 @@ def test_statistics_of_a_window_that_begins_after_its_forward_pass_are_undone() 
             loop.optimizer.zero_grad()
     assert loop.controller.status().num_skips == 1
     assert all(torch.isfinite(buffer).all() for buffer in loop.net.buffers())
+    assert loop.net.state_dict()["1.num_batches_tracked"] == 1

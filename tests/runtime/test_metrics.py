@@ -16,7 +16,7 @@ from torch import nn
 
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.evidence import MeasuredFlops
-from autotune_amp.runtime import metrics
+from autotune_amp.runtime import metrics, scaler
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.metrics import MetricsRecorder
 from autotune_amp.runtime.policy import Policy
@@ -59,12 +59,15 @@ def test_tokens_per_second_and_mfu_reach_status_run_log_and_sinks(
     assert told[-1]["autotune_amp/mfu"] == status.mfu
 
 
-def test_a_step_takes_as_long_however_often_its_late_verdict_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_a_step_takes_as_long_however_often_its_late_verdict_is_asked_for(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each update takes half a second of a clock that the host and the events of a device share."""
     now = [0.0]
 
     class Event:
-        device = torch.device("cuda")
+        device = torch.device(kind)
 
         def __init__(self) -> None:
             self.at = now[0]
@@ -75,9 +78,15 @@ def test_a_step_takes_as_long_however_often_its_late_verdict_is_asked_for(monkey
         def elapsed_time(self, other: Any) -> float:
             return 1e3 * float(other.at - self.at)  # milliseconds
 
-    def push(reader: Any, values: Any, label: Any) -> None:
-        reader._waiting.append((torch.stack(list(values)), Event(), label))
+    push_on_host = LaggedReader.push
 
+    def push(reader: Any, values: Any, label: Any) -> None:
+        push_on_host(reader, values, label)
+        host, _, *others = reader._waiting.pop()
+        reader._waiting.append((host, Event(), *others))
+
+    for module in (metrics, scaler):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(GradientCheck, "is_on_host", staticmethod(lambda tensor: False))
     monkeypatch.setattr(LaggedReader, "push", push)
     controller = PrecisionController(AmpConfig(precision="fp32", batch_size=4), "cpu")
