@@ -221,6 +221,7 @@ class Process:
             if overdue is not None and ends_with_exit and not has_exited:
                 self._kill_child()
             if answer is not None and (not ends_with_exit or has_exited or overdue is not None):
+                self._drain_output()
                 return _value_or_error(answer)
             if isinstance(event, ChildExit):
                 raise ProcessEndedError(self._failure(event.status, phase), so_far)
