@@ -102,7 +102,7 @@ def command_to_start(command: Sequence[str], recommendation: Recommendation, pat
                 (f"Write {text!r} where the command takes it" if text else "Remove the words of its other values")
                 + ", or write the placeholder of the search.",
             )
-    names_in_command = template.placeholders.keys() | filled_names(command, recommendation, path.parent)
+    names_in_command = template.placeholders.keys() | contained_names(command, recommendation, path.parent)
     if searched and searched.keeps_effective_batch_size:
         names_in_command |= {"accumulation_steps"}
     today = workload.today if workload else Setting(precision="fp32", batch_size=1)
@@ -134,7 +134,7 @@ def missing_arguments(
     """
     searched, missing = recommendation.command_template, {}
     placeholders = searched.placeholders if searched else {}
-    filled = filled_names(command, recommendation, folder)
+    contained = contained_names(command, recommendation, folder)
     for name, value in recommendation.config.arguments:
         choices = placeholders[name].choices if name in placeholders else None
         text = choices[value] if choices else value
@@ -144,12 +144,12 @@ def missing_arguments(
             others = filter(None, choices.values() if choices else ())
             is_argument = searched is not None and any(f"{{{name}" in argument for argument in searched.arguments)
             is_there = is_argument and not any(_is_in_text(command, other) for other in others)
-        if name not in filled and not is_there:
+        if name not in contained and not is_there:
             missing[name] = value, text
     return missing
 
 
-def filled_names(command: Sequence[str], recommendation: Recommendation, folder: Path) -> frozenset[str]:
+def contained_names(command: Sequence[str], recommendation: Recommendation, folder: Path) -> frozenset[str]:
     """Return the names of the placeholders of the searched command in whose places a command has the recommended
     values: after the same option, or in the filled copy of a settings file in the study's `folder`. Positional values
     follow the same word, or are at the same position.

@@ -120,8 +120,8 @@ def apply(
             "\n".join([f"The command cannot be observed: {observed_run.message}.", *details, *command.leftovers()]),
             "Fix the error, or give a command that takes more steps.",
         )
-    has_own_weights = recommended.workload is not None and recommended.workload.weights != "fp32"
     workload, world = recommended.workload, observed_run[1].world
+    has_own_weights = workload is not None and workload.weights != "fp32"
     num_sharing = workload.num_sharing if workload is not None and workload.num_ranks == world else 1
     setting_of_rank = partial(_setting_of_rank, has_own_weights=has_own_weights, num_sharing=num_sharing)
     template = recommended.command_template
