@@ -52,6 +52,7 @@ def is_enough(events: RunEvents, trial: Trial, began: float) -> bool:
         measure_seconds=trial.measure_seconds or float("inf"),
         measuring_seconds=measuring_seconds,
         training_seconds=rank.steps[-1].time - began,
+        num_steps=num_steps,  # the first ones are reported one by one, whatever the device
     )
     return reason is not None
 

@@ -157,6 +157,8 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _reason_without_compiler(device_type: str) -> str | None:
     """Return the reason why torch.compile cannot run on this device, None if it can."""
+    if device_type == "mps":
+        return None  # its kernels are written in Metal, whose compiler belongs to macOS
     if device_type != "cpu":
         has_triton = importlib.util.find_spec("triton") is not None
         return None if has_triton else "torch.compile needs Triton on this device, which is not installed"

@@ -10,6 +10,7 @@ from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.comparison import GradientComparer
 from autotune_amp.numerics.grading import Findings, grade, next_step
 from autotune_amp.numerics.passes import Gradients
+from autotune_amp.precision.modes import MODES
 
 
 def fidelity_from_gradients(
@@ -30,7 +31,12 @@ def fidelity_from_gradients(
         for gradients in (low, reference)
     )
     has_signal = any(bool(tensor.any()) for each in reference for tensor in each.values())
-    findings = Findings(is_finite=are_finite, is_reference_finite=are_reference_finite, has_signal=has_signal)
+    findings = Findings(
+        is_finite=are_finite,
+        is_reference_finite=are_reference_finite,
+        has_signal=has_signal,
+        format_max=MODES[precision].format_max,
+    )
     comparison = None
     if are_finite and are_reference_finite:
         comparer = GradientComparer(set().union(*reference))

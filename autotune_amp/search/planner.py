@@ -453,7 +453,9 @@ class Planner:
         if best is None:
             # The step time is unknown: use two thirds of the rest, so that a trial that hangs leaves time for another.
             seconds = (2 * seconds + min(job_defaults.setup_seconds, seconds)) / 3
-        elif is_hopelessly_slow(job_defaults.hardware, setting.precision):
+        elif is_hopelessly_slow(job_defaults.hardware, setting.precision) and not any(
+            r.candidate.precision == setting.precision and isinstance(r.outcome, Measurement) for r in ledger.records
+        ):  # once its speed is measured, that counts and no longer what its matrix products let expect
             used_seconds = sum(r.seconds for r in ledger.records if r.candidate.precision == setting.precision)
             measured = [(r.seconds, r.outcome) for r in ledger.records if isinstance(r.outcome, Measurement)]
             # The steps that described a command are a record too, but were taken before it began.

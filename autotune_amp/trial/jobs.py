@@ -317,10 +317,11 @@ def stop_reason(
     measure_seconds: float,
     measuring_seconds: float,
     training_seconds: float,
+    num_steps: int,
 ) -> Literal["cut", "enough"] | None:
     """Return why measuring ends now, or None to measure on.
 
-    `group_seconds` are the mean step seconds of each `spec.num_steps_per_report` steps timed so far; `is_whole`: their
+    `group_seconds` are the mean step seconds of each group of the `num_steps` steps timed so far; `is_whole`: their
     number has reached the minimum, `is_most`: the maximum. Measuring may take `measure_seconds` and took
     `measuring_seconds` so far; `training_seconds` have passed since the first step began.
     """
@@ -329,7 +330,7 @@ def stop_reason(
     is_overdue = is_late or measuring_seconds > measure_seconds
     if spec.device != "cpu" and measuring_seconds < MIN_ACCELERATOR_SECONDS and not is_overdue:
         return None
-    num_steps, cut = len(group_seconds) * spec.num_steps_per_report, spec.cut_step_seconds
+    cut = spec.cut_step_seconds
     if cut is not None and num_steps >= NUM_STEPS_BEFORE_CUT and median(group_seconds) > cut:
         return "cut"
     return "enough" if is_overdue or is_most or (is_whole and _is_narrow(group_seconds, spec.interval_share)) else None

@@ -70,7 +70,7 @@ class PeakMemory:
         elif device.type in ("cuda", "xpu"):
             backend = _device_module(device)
             backend.reset_peak_memory_stats(device)
-            if limit_bytes is not None:
+            if limit_bytes is not None and hasattr(backend, "set_per_process_memory_fraction"):  # not torch 2.9's XPU
                 total = backend.get_device_properties(device).total_memory
                 backend.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
 

@@ -298,6 +298,7 @@ class _OwnLoopTimer:
             measure_seconds=math.inf if spec.measure_seconds is None else spec.measure_seconds,
             measuring_seconds=now - self._groups[0].before.seconds - spent_compiling,
             training_seconds=now - self._began.seconds,
+            num_steps=sum(group.num_steps for group in self._groups),
         )
         if reason is not None:
             raise _MeasuredEnoughError

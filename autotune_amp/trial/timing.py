@@ -157,6 +157,7 @@ def time_steps(
             measure_seconds=limit_seconds * (num_needed_groups / round_size if len(groups) < num_needed_groups else 1),
             measuring_seconds=now - measuring_began - timer.compiling_seconds,
             training_seconds=now - training_began,
+            num_steps=len(groups) * spec.num_steps_per_report,
         )
     num_kept = len(groups) // round_size * round_size or len(groups)
     groups = groups[:num_kept]

@@ -143,6 +143,7 @@ def _measure(process: Process, recorded: Measurement, spec: Trial, watch: _Watch
             measure_seconds=limit_seconds,
             measuring_seconds=watch.seconds - warmed_up,
             training_seconds=watch.seconds - started,
+            num_steps=len(groups) * num_together,
         )
     found = _measurement(recorded, spec, groups, num_together, was_cut=reason == "cut")
     num_taken += num_together * len(groups)

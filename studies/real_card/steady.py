@@ -96,6 +96,7 @@ def measured(recorded: Recorded, num_warmup: int) -> float:
             measure_seconds=MEASURE_SECONDS,
             measuring_seconds=recorded.steps_per_group * sum(groups),
             training_seconds=0.0,
+            num_steps=num_steps,
         )
         if ended:
             break

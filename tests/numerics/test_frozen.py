@@ -3,14 +3,17 @@ from __future__ import annotations
 import torch
 
 from autotune_amp.core.outcome import Fidelity
+from autotune_amp.core.precisions import Precision
 from autotune_amp.numerics.frozen import fidelity_from_gradients
 
 STEPS = [{"weight": torch.randn(64, generator=torch.Generator().manual_seed(step))} for step in range(3)]
 LOSSES = (1.0, 1.1, 0.9)
 
 
-def judged(low: list[dict[str, torch.Tensor]], losses: tuple[float, ...] = LOSSES) -> Fidelity:
-    return fidelity_from_gradients(low, STEPS, (losses, LOSSES), "bf16", 8, label="bf16")
+def judged(
+    low: list[dict[str, torch.Tensor]], losses: tuple[float, ...] = LOSSES, precision: Precision = "bf16"
+) -> Fidelity:
+    return fidelity_from_gradients(low, STEPS, (losses, LOSSES), precision, 8, label=precision)
 
 
 def test_rounding_is_faithful() -> None:
@@ -31,6 +34,14 @@ def test_gradients_that_vanish_are_told_by_parameter() -> None:
     found = judged([{"weight": torch.zeros(64)} for _ in STEPS])
     assert found.verdict not in ("faithful", "unchecked")
     assert (found.flushed_share or 0) > 0.9
+
+
+def test_small_gradients_that_vanish_count_where_the_format_has_a_small_range() -> None:
+    flushed = [{"weight": step["weight"].where(step["weight"].abs() > 0.3, 0.0)} for step in STEPS]
+    assert "flush" not in judged(flushed).reason
+    found = judged(flushed, precision="fp16")
+    assert found.verdict not in ("faithful", "unchecked")
+    assert "flush" in found.reason
 
 
 def test_gradients_that_are_not_finite_are_never_faithful() -> None:

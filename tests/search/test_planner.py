@@ -196,6 +196,16 @@ def test_an_emulated_precision_has_time_for_its_start_though_the_baseline_was_me
     assert 2 * 17.0 <= deadline_seconds < 100.0
 
 
+def test_an_emulated_precision_that_was_measured_has_as_much_time_as_any_other() -> None:
+    search = searched()
+    search.job_defaults = replace(search.job_defaults, hardware=hardware({"fp32": 1.0, "bf16": 0.01}))
+    search.backend._answer = lambda job: replace(measured(job, 1000.0), first_step_seconds=17.0)
+    search.measure(FP32, BF16)
+    taken = [replace(record, seconds=20.0) for record in search.ledger.records]
+    trial = search.planner.trial(Ledger(SPACE, [*taken, *taken]), candidate("bf16", 64), 100.0)
+    assert trial.deadline_seconds == 100.0
+
+
 def test_a_step_of_one_rank_is_held_against_its_share_of_all_ranks_throughput() -> None:
     cuts = []
     for num_ranks in (1, 2):

@@ -30,7 +30,11 @@ STEADY, RESTLESS = [0.1] * 8, [0.1, 0.3] * 4
 
 
 def reason(
-    steps: list[float], measuring_seconds: float = 0.0, training_seconds: float = 0.0, **fields: Any
+    steps: list[float],
+    measuring_seconds: float = 0.0,
+    training_seconds: float = 0.0,
+    num_steps: int | None = None,
+    **fields: Any,
 ) -> Literal["cut", "enough"] | None:
     spec = Trial(candidate=FP32, **{"device": "cpu", **fields})
     return stop_reason(
@@ -41,6 +45,7 @@ def reason(
         measure_seconds=1.0,
         measuring_seconds=measuring_seconds,
         training_seconds=training_seconds,
+        num_steps=len(steps) * spec.num_steps_per_report if num_steps is None else num_steps,
     )
 
 
@@ -57,6 +62,8 @@ def reason(
         (RESTLESS * 3, {}, "enough"),
         # Four steps stand behind each.
         (STEADY[:2], {"cut_step_seconds": 0.09, "device": "cuda", "measuring_seconds": 0.8}, "cut"),
+        # Each was a step alone, as the first ones of a command are.
+        (STEADY[:2], {"cut_step_seconds": 0.09, "device": "cuda", "measuring_seconds": 0.8, "num_steps": 2}, None),
         # A fast card goes on for longer than its least number of steps, even its largest, unless its time is up.
         (STEADY, {"device": "cuda", "measuring_seconds": 0.24}, None),
         (RESTLESS * 3, {"device": "cuda", "measuring_seconds": 0.24}, None),

@@ -232,10 +232,14 @@ class RayDevices:
         self._backend: RaySlots | None = None
 
     def identity(self) -> DeviceIdentity:
-        """Return the first slot's device without its own UUID and index: results hold for all devices of its model."""
+        """Return the first slot's device without what differs between nodes that are compared: results hold for all
+        devices of its model, and those of a GPU whatever the CPUs beside it.
+        """
         assert self._fleet.first is not None
         identity = self._fleet.first.identity
         memory_bytes = round(identity.total_memory_bytes / GIB) * GIB
+        if identity.type != "cpu":
+            identity = replace(identity, num_cpus=1, allowed_cpus=None)
         return replace(identity, index=None, uuid=None, total_memory_bytes=memory_bytes)
 
     def backend(self) -> WorkloadBackend:

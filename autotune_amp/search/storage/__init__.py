@@ -1,6 +1,6 @@
 """Storage of a search: its folder, its study in an Optuna storage, and recommendations that a storage shares.
 
-* **A shared storage** (any that Optuna supports) keeps the studies and recommendations of many users and hosts. The
+* **A shared storage** (any database that SQLAlchemy supports) keeps the studies and recommendations of many users and hosts. The
   same request on another host of the same kind (the same code, options, versions and device model, as much memory) is
   answered from there; the report says where and when it was measured. Another request for the same code (another batch
   size, budget or precision) first tries the setting that was best there. `--fresh` ignores it. Nothing that is read
