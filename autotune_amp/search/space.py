@@ -271,7 +271,8 @@ def _baseline(
         divisor = max(d for d in divisors(effective) if d <= size)
         size = replace_batch_size(divisor, f"{size} does not divide the effective batch size {whole}")
     if description.is_ranked and effective is not None and options.effective_batch_size is None:
-        note = f"The effective batch size is {of_all_ranks(effective, num_batches)}: each rank has that of one process now."
+        whole = of_all_ranks(effective, num_batches)
+        note = f"The effective batch size is {whole}: each rank has that of one process now."
         if effective % num_batches == 0:
             note += f" Use --effective-batch-size {effective} to keep that as the total."
         notes.append(note)

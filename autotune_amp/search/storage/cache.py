@@ -23,11 +23,13 @@ def cached_recommendation(
 ) -> Recommendation | None:
     """Return `cached` if its search is finished and has an equal fingerprint without unknown parts, else None.
 
+    None also if a search with that fingerprint was begun after it: that one goes on.
+
     For another objective, length of training run or price it is ranked again and saved.
     """
     if cached is None or cached.search.was_interrupted:
         return None
-    if fingerprint.unknown or cached.fingerprint.digest != fingerprint.digest:
+    if fingerprint.unknown or cached.fingerprint.digest != fingerprint.digest or folder.has_later_search(cached):
         return None
     saved_options = cached.options_as(SearchOptions)
     if all(getattr(saved_options, name) == getattr(options, name) for name in RANKING):

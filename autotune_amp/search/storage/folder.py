@@ -100,13 +100,24 @@ class StudyFolder:
 
         It is also new if that search has ended and parts are unknown, since these may have changed.
         """
-        prefix = f"{fingerprint.digest[:12]}-"
-        id_pattern = re.compile(re.escape(prefix) + r"([0-9]{1,9})")
-        numbers = [int(match[1]) for record in self.records() if (match := id_pattern.fullmatch(record.search_id))]
+        prefix, numbers = self._searches_of(fingerprint)
         last = f"{prefix}{max(numbers, default=1)}"
         cached = self.cached() if fingerprint.unknown else None
         has_ended = cached is not None and cached.search.search_id == last and not cached.search.was_interrupted
         return f"{prefix}{max(numbers, default=0) + 1}" if is_fresh or has_ended else last
+
+    def has_later_search(self, cached: Recommendation) -> bool:
+        """Return whether a search with the fingerprint of `cached` was begun after it, which `--fresh` does."""
+        prefix, numbers = self._searches_of(cached.fingerprint)
+        number = cached.search.search_id.removeprefix(prefix)
+        return number.isdecimal() and max(numbers, default=0) > int(number)
+
+    def _searches_of(self, fingerprint: Fingerprint) -> tuple[str, list[int]]:
+        """Return what the IDs of searches with this fingerprint begin with, and the number in each record's ID."""
+        prefix = f"{fingerprint.digest[:12]}-"
+        id_pattern = re.compile(re.escape(prefix) + r"([0-9]{1,9})")
+        matches = [id_pattern.fullmatch(record.search_id) for record in self.records()]
+        return prefix, [int(match[1]) for match in matches if match is not None]
 
     def records(self, search_id: str | None = None) -> list[Record]:
         """Return the records of one search, or of all if `search_id` is None, without an incomplete last line."""

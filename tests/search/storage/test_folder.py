@@ -77,6 +77,17 @@ def test_the_latest_search_of_a_folder_is_gone_on_with(tmp_path: Path) -> None:
         assert folder.search_id(Fingerprint(digest="d" * 64, parts={}), is_fresh=False) == search_id == "d" * 12 + "-3"
 
 
+@pytest.mark.parametrize(("records", "has_later"), [((), False), ((1, 2), False), ((1, 2, 3), True)])
+def test_a_search_that_was_begun_after_the_finished_one_is_seen(
+    tmp_path: Path, records: tuple[int, ...], *, has_later: bool
+) -> None:
+    finished = Mock(fingerprint=Fingerprint(digest="d" * 64, parts={}), **{"search.search_id": "d" * 12 + "-2"})
+    with StudyFolder(str(tmp_path), "demo") as folder:
+        for number in records:
+            folder.append(record(number, "d" * 12 + f"-{number}"))
+        assert folder.has_later_search(finished) == has_later
+
+
 def test_a_folder_is_used_by_one_search_at_a_time(tmp_path: Path) -> None:
     with StudyFolder(str(tmp_path), "one"):
         with pytest.raises(StudyBusyError, match="Another search"), StudyFolder(str(tmp_path), "one"):
