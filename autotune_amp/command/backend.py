@@ -554,6 +554,12 @@ class CommandBackend(WorkloadBackend):
                         return check.unchecked(completed.verdict)
                     gradients.append(completed.events.of(Gradient))
                     first = min(completed.events.ranks.values(), key=lambda rank: rank.rank)
+                    requested = request.setting.precision
+                    if not is_precision_possible(requested, first):
+                        return check.unchecked(
+                            f"the run that was to use {requested} used {measure.precision_of(first)}",
+                            f"Make the command run in {requested} where that is requested.",
+                        )
                     losses.append(
                         tuple(
                             _finite_or_zero(step.losses[-1])

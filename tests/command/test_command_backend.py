@@ -356,6 +356,21 @@ def test_batches_that_are_drawn_anew_say_nothing_of_fidelity(script: str, local:
     assert "eed" in judged.next_step
 
 
+def test_what_is_held_against_a_run_in_a_low_precision_says_nothing_of_fidelity(
+    tmp_path: Path, local: LocalBackend
+) -> None:
+    ignoring = SCRIPT.replace('enabled=options.precision == "bf16"', "enabled=IS_LOW")
+    in_low = 'IS_LOW = options.precision == "bf16" or "AUTOTUNE_AMP_TEST" in os.environ\n'
+    (tmp_path / "train.py").write_text(ignoring.replace("batch = 8 if", f"{in_low}batch = 8 if"))
+    backend, found = described([sys.executable, str(tmp_path / "train.py"), *PRECISION], local)
+    assert isinstance(found, Description), found
+    backend._environment = {"AUTOTUNE_AMP_TEST": "1"}
+    judged = backend.submit(fidelity(Setting(precision="bf16", batch_size=8))).result()
+    assert isinstance(judged, Fidelity)
+    assert judged.verdict == "unchecked"
+    assert "fp32 used bf16" in judged.reason
+
+
 # As a model that is loaded in bf16; autocast is the script's switch.
 IN_BF16 = SCRIPT.replace("nn.Linear(8, 1)", "nn.Linear(8, 1).bfloat16()").replace("model(x)", "model(x.bfloat16())")
 CONVERTING = IN_BF16.replace(
