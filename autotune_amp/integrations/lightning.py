@@ -402,8 +402,8 @@ def _require_plugin(trainer: Trainer) -> AutotunePrecision:
     return plugin
 
 
-def trainer_arguments(config: AmpConfig | Recommendation, **others: Any) -> dict[str, Any]:
-    """Return keyword arguments for ``lightning.Trainer``: those that the config sets, and `others`.
+def trainer_arguments(source: AmpConfig | Recommendation, **others: Any) -> dict[str, Any]:
+    """Return keyword arguments for ``lightning.Trainer``: those that the config or recommendation sets, and `others`.
 
     Use as ``Trainer(**trainer_arguments(config, max_epochs=3, callbacks=[mine]))``. `AutotunePrecision` is added to the
     plugins and `AutotuneCallback` to the callbacks, unless there is one. Set batch size and workers in the
@@ -411,7 +411,7 @@ def trainer_arguments(config: AmpConfig | Recommendation, **others: Any) -> dict
 
     Raises `InvalidRequestError` if `others` contradict the config: another precision plugin, another accumulation.
     """
-    config = config_from(config)
+    config = config_from(source)
     plugins, callbacks = _as_list(others.pop("plugins", None)), _as_list(others.pop("callbacks", None))
     precision: Any = others.pop("precision", None)
     precision = precision or next((p for p in plugins if isinstance(p, Precision | str)), None)
@@ -424,7 +424,7 @@ def trainer_arguments(config: AmpConfig | Recommendation, **others: Any) -> dict
         "accumulate_grad_batches", others.pop("accumulate_grad_batches", None), config.accumulation_steps
     )
     if precision is None:
-        plugins.append(AutotunePrecision(config))
+        plugins.append(AutotunePrecision(source))
     if not any(isinstance(callback, AutotuneCallback) for callback in callbacks):
         callbacks.append(AutotuneCallback())
     return {**others, "plugins": plugins, "callbacks": callbacks, "accumulate_grad_batches": config.accumulation_steps}

@@ -133,6 +133,7 @@ class Executor:
         return msgspec.structs.replace(
             self.own_config,
             precision=plan.precision,
+            as_found=plan.as_found,
             fp8_recipe=plan.fp8_recipe,
             batch_size=plan.batch_size,
             accumulation_steps=plan.accumulation_steps,

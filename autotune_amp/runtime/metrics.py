@@ -144,8 +144,10 @@ class MetricsRecorder:
         """Add real tokens to the present window. A tensor on an accelerator is read with the window's verdict, without
         an additional wait.
         """
-        if isinstance(num_tokens, torch.Tensor):
-            num_tokens = int(num_tokens) if num_tokens.device.type == "cpu" else num_tokens.float()
+        if isinstance(num_tokens, torch.Tensor) and num_tokens.device.type != "cpu":
+            num_tokens = num_tokens.float()
+        else:
+            num_tokens = int(num_tokens)  # of a number of NumPy too
         self._window_tokens = self._window_tokens + num_tokens
 
     def discard_window(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -47,7 +48,7 @@ def test_tokens_per_second_and_mfu_reach_status_run_log_and_sinks(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batch = torch.ones(4, 2)
     for number, _ in enumerate(controller.windows([batch] * 2 * 64)):
-        num_tokens = torch.tensor(7) if number % 2 else 3  # ten in an update
+        num_tokens: Any = torch.tensor(7) if number % 2 else np.int64(3)  # ten in an update
         controller.train_step(lambda: model(batch).mean(), optimizer, num_tokens=num_tokens)
     status = controller.status()
     assert status.tokens_per_second == pytest.approx(20)
