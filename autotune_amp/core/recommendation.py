@@ -500,16 +500,16 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         if self.utilization is None or self.utilization.flops_per_second is None:
             return None
         # The ranks of a CPU share the rate that was measured on all of it.
-        num_sharing = self.num_ranks if self.hardware.identity.type == "cpu" else 1
-        num_batch_parts = 1 if self.workload is None else self.workload.num_sharing  # of a batch, each on its own rank
+        num_sharing_rate = self.num_ranks if self.hardware.identity.type == "cpu" else 1
+        num_sharing_batch = 1 if self.workload is None else self.workload.num_sharing
         weights = "fp32" if self.workload is None else self.workload.weights
         products = {p: product_precision(p, weights, as_found=self.config.as_found) for p in PRECISIONS}
         rates = {p: capability.peak_flops_per_second for p, capability in self.hardware.precisions.items()}
         return MeasuredFlops(
             # A controller counts the samples of a whole batch, of which its rank computes a part.
-            flops_per_sample=self.utilization.flops_per_second / self.evidence.samples_per_second / num_batch_parts,
+            flops_per_sample=self.utilization.flops_per_second / self.evidence.samples_per_second / num_sharing_batch,
             machine_flops_per_second={
-                precision: rate / num_sharing
+                precision: rate / num_sharing_rate
                 for precision, product in products.items()
                 if product is not None and (rate := rates.get(product))
             },

@@ -402,7 +402,7 @@ def _require_plugin(trainer: Trainer) -> AutotunePrecision:
     return plugin
 
 
-def trainer_arguments(source: AmpConfig | Recommendation, **others: Any) -> dict[str, Any]:
+def trainer_arguments(config: AmpConfig | Recommendation, **others: Any) -> dict[str, Any]:
     """Return keyword arguments for ``lightning.Trainer``: those that the config or recommendation sets, and `others`.
 
     Use as ``Trainer(**trainer_arguments(config, max_epochs=3, callbacks=[mine]))``. `AutotunePrecision` is added to the
@@ -411,23 +411,28 @@ def trainer_arguments(source: AmpConfig | Recommendation, **others: Any) -> dict
 
     Raises `InvalidRequestError` if `others` contradict the config: another precision plugin, another accumulation.
     """
-    config = config_from(source)
+    own_config = config_from(config)
     plugins, callbacks = _as_list(others.pop("plugins", None)), _as_list(others.pop("callbacks", None))
     precision: Any = others.pop("precision", None)
     precision = precision or next((p for p in plugins if isinstance(p, Precision | str)), None)
-    if precision is not None and (not isinstance(precision, AutotunePrecision) or precision.config != config):
+    if precision is not None and (not isinstance(precision, AutotunePrecision) or precision.config != own_config):
         raise InvalidRequestError(
-            f"The Trainer's precision {precision!r} contradicts the config, which says {config.precision}.",
+            f"The Trainer's precision {precision!r} contradicts the config, which says {own_config.precision}.",
             "Leave it out: AutotunePrecision is the Trainer's precision, made from this config.",
         )
     raise_if_argument_differs(
-        "accumulate_grad_batches", others.pop("accumulate_grad_batches", None), config.accumulation_steps
+        "accumulate_grad_batches", others.pop("accumulate_grad_batches", None), own_config.accumulation_steps
     )
     if precision is None:
-        plugins.append(AutotunePrecision(source))
+        plugins.append(AutotunePrecision(config))
     if not any(isinstance(callback, AutotuneCallback) for callback in callbacks):
         callbacks.append(AutotuneCallback())
-    return {**others, "plugins": plugins, "callbacks": callbacks, "accumulate_grad_batches": config.accumulation_steps}
+    return {
+        **others,
+        "plugins": plugins,
+        "callbacks": callbacks,
+        "accumulate_grad_batches": own_config.accumulation_steps,
+    }
 
 
 def _as_list(value: Any) -> list[Any]:
