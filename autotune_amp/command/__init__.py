@@ -76,12 +76,12 @@ checkpoints are not examined, `--snapshot` and `--pin` need a Workload.
 * Without a DataLoader: the batch size is the leading dimension of the model's inputs, or the second one if that equals
   `{batch_size}`; the number of backward passes in a step gives the number of accumulated batches; the precision is set.
 * Transformers' Trainer, as a loop, without evaluations: precision, batch size and accumulation are set in the
-  `TrainingArguments` that it receives. Of HfArgumentParser's arguments, `--per_device_train_batch_size`,
-  `--gradient_accumulation_steps`, `--bf16` and `--fp16` are known; `trl sft`, with `--config` too, takes them.
-* Lightning, as a loop: `Trainer(precision=, accumulate_grad_batches=)` and the DataLoader are set. LightningCLI's
-  `--trainer.precision` and `--trainer.accumulate_grad_batches` are known.
-* Accelerate, as a loop: `Accelerator(mixed_precision=, gradient_accumulation_steps=)` and the DataLoader are set.
-  `accelerate launch --mixed_precision` is known.
+  `TrainingArguments` that it receives, and already where HfArgumentParser reads them from the command line, as in
+  `trl sft`. Suggested are arguments of that parser with other values to try.
+* Lightning, also its LightningCLI, as a loop: `Trainer(precision=, accumulate_grad_batches=)` and the DataLoader are
+  set.
+* Accelerate, also by `accelerate launch`, as a loop: `Accelerator(mixed_precision=, gradient_accumulation_steps=)` and
+  the DataLoader are set.
 * DeepSpeed, by its own launcher, torchrun or Accelerate: `train_micro_batch_size_per_gpu`,
   `gradient_accumulation_steps` and the precision are set in its config. Its loss scaler stays its own. A step of its
   engine is one, however often it calls its optimizer; steps that it skips because gradients are not finite, in bf16 in

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from autotune_amp.command import measure
 from autotune_amp.command.command import Command, RunRequest
 from autotune_amp.command.frozen_pair import FrozenPair, PairingProblem, pair_steps
-from autotune_amp.command.known_arguments import suggested_arguments, with_placeholders
+from autotune_amp.command.known_arguments import suggested_arguments
 from autotune_amp.command.messages import Diagnosed, Gradient, Refused
 from autotune_amp.command.rank_steps import Rank
 from autotune_amp.command.ranks import RunEvents
@@ -197,7 +197,6 @@ class CommandBackend(WorkloadBackend):
             today = replace(today, accumulation_steps=batches_in(per_step, today.batch_size))
         if "precision" not in command.line.placeholders:
             today = replace(today, precision=measure.todays_precision(rank))
-        command.line, notes = with_placeholders(command.line, rank.switches)
         command.unsettable = unsettable_values = unsettable(command.line, rank)
         self._raise_if_ignored(today, rank)
         command.today, command.maker = today, None if loader is None else loader.maker
@@ -205,10 +204,11 @@ class CommandBackend(WorkloadBackend):
         self._reusable_runs[today] = command.line, completed
         other = probing_setting(today, unsettable_values, is_batch_free=job.is_batch_free)
         failed_values: dict[str, str] = {}
+        notes: list[str] = []
         if other is not None:
             failed_values, other, followed = self._check_values_reach_training(other, today, rank, job, began)
             unsettable_values |= failed_values
-            notes += note_on_values_set(followed.sets)
+            notes = note_on_values_set(followed.sets)
             if measure.weights_of(followed) != measure.weights_of(rank):  # the script converts its weights
                 description = replace(description, weights="fp32")
             on_each = " on each rank" if rank.world > 1 else ""

@@ -189,8 +189,8 @@ class Switch(AgentMessage, frozen=True, kw_only=True, tag="switch"):
     """Message that an object of a framework's class `owner` was created whose arguments set the training.
 
     `arguments` maps fields of a setting to arguments of `owner`, `today` to their values, if given; of
-    TrainingArguments also ``optim``, ``gradient_checkpointing`` and ``n_gpu``. `parser` is the parser that read them
-    from the command line of `script`, "" if there is none.
+    TrainingArguments also ``optim``, ``gradient_checkpointing`` and ``n_gpu``, and ``attn_implementation`` of the
+    Trainer's model. `parser` is ``HfArgumentParser`` if it read them from the command line of `script`, else "".
     """
 
     owner: str

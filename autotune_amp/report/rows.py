@@ -213,7 +213,10 @@ def usage_lines(recommendation: Recommendation, path: str | None = None) -> list
     shell = [("In the shell, before Python starts", exports)] if exports else []
     if recommendation.command_template is not None:
         by_run, command = recommendation.recommended_command(Path(path).parent)
-        return [*([] if by_run else shell), ("The command", [command])]
+        if not by_run:
+            return [*shell, ("The command", [command])]
+        edits = command.replace("autotune-amp run", "autotune-amp apply", 1)
+        return [("The command", [command]), ("Or the diff that sets it for good", [edits])]
     title, command = export_command(path)
     return [*shell, (IN_PYTHON, python_lines(recommendation, path)), (title, [command])]
 

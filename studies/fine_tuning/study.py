@@ -88,14 +88,14 @@ def by_hand(cell: str, folder: Path, document: dict, device: str) -> list[dict]:
 def arguments(cell: str, document: dict, config: dict, device: str) -> list[str]:
     """Return what by_hand.py runs for a setting: the searched command, or for a Workload the same Trainer's script."""
     way, form = cell.split("_")
+    flags = [
+        word for name, value in training_arguments(convert(config, AmpConfig)).items() for word in flag(name, value)
+    ]
     if way == "workload":
-        flags = [
-            word for name, value in training_arguments(convert(config, AmpConfig)).items() for word in flag(name, value)
-        ]
         return [*shlex.split(TRAINER.format(form=form))[1:], *flags, *(["--use_cpu"] if device == "cpu" else [])]
     line = convert(document["launch_line"], CommandTemplate)
     filled, _ = line.of_setting(convert(config, Setting), ".", seed=0)
-    return ["-m", "trl.scripts.sft", *filled[2:]] if way == "trl" else list(filled[1:])
+    return [*(["-m", "trl.scripts.sft", *filled[2:]] if way == "trl" else filled[1:]), *flags]
 
 
 def flag(name: str, value: object) -> list[str]:

@@ -92,7 +92,7 @@ def ours(case: Case, folder: Path, *words: str, command: Sequence[str] = ()) -> 
 def attain(case: Case, folder: Path, other: Path, study: Path, document: dict) -> dict:
     """The paces of today's command and of the answer in turn; what `apply` did to the script in the folder `other`
     where the answer needs an edit."""
-    line = convert(document["launch_line"], CommandTemplate)  # with what the parser behind it is known to take
+    line = convert(document["launch_line"], CommandTemplate)
     today, answer = (
         convert(each, Setting) for each in (document["evidence"]["baseline"]["config"], document["config"])
     )

@@ -133,12 +133,41 @@ def test_the_gpus_of_a_trainer_are_counted_once_it_is_made() -> None:
     class Trainer:
         def __init__(self, args: Arguments) -> None:
             args.n_gpu, args.per_device_train_batch_size = 1, 5
+            self.model = Mock(config=Mock(_attn_implementation="eager"))
 
     settings = Mock(values={})
     frameworks.FrameworkHooks(settings)._hook_transformers_trainer(Mock(Trainer=Trainer, TrainingArguments=Arguments))
     Trainer(Arguments())
     today = settings.channel.add.call_args.kwargs["today"]
-    assert (today["n_gpu"], today["batch_size"]) == (1, 4)
+    assert (today["n_gpu"], today["batch_size"], today["attn_implementation"]) == (1, 4, "eager")
+
+
+def test_arguments_of_the_command_line_are_set_before_others_are_derived_from_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Arguments:
+        bf16, fp16, tf32, device, use_cpu = True, False, True, Mock(type="cpu"), False
+        per_device_train_batch_size = gradient_accumulation_steps = 1
+
+        def __post_init__(self) -> None:
+            self.samples = self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    class Own(Arguments):  # as GRPOConfig
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.generated = 2 * self.samples
+
+    settings = Mock(values={"precision": "fp16", "batch_size": 4, "accumulation_steps": 2})
+    frameworks.FrameworkHooks(settings)._hook_post_init(Mock(TrainingArguments=Arguments))
+
+    def made(parser: str) -> tuple[int, bool, bool, bool]:
+        monkeypatch.setattr(frameworks, "_parser_of_arguments", lambda: parser)
+        arguments = Own()
+        arguments.__post_init__()
+        return arguments.generated, arguments.bf16, arguments.fp16, arguments.tf32
+
+    assert made("") == (2, True, False, True)
+    assert made("HfArgumentParser") == (16, False, True, True)
 
 
 @pytest.mark.slow

@@ -8,7 +8,9 @@ import made_study
 import msgspec
 import pytest
 from report_samples import measurement, recommendation, record, row
+from scripted_backend import described
 
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity
 from autotune_amp.report import rows
@@ -95,3 +97,11 @@ def test_what_came_out_of_a_trial_or_a_check_is_one_line(outcome: Any, purpose: 
 def test_a_reason_does_not_repeat_the_outcome() -> None:
     assert rows.reason_words(row("fp32", 8, None, status="oom", reason="out of memory: 8 GiB")) == "8 GiB"
     assert "slower" in rows.reason_words(row("fp32", 8, 1.0, status="cut"))
+
+
+def test_values_set_from_outside_have_the_command_that_edits_the_script_too() -> None:
+    found = recommendation(
+        config=AmpConfig(**BF16), command_template=CommandTemplate.of("python t.py"), workload=described()
+    )
+    shown = [lines for _, lines in rows.usage_lines(found, "studies/s/recommendation.json")]
+    assert shown == [[f"autotune-amp {verb} studies/s -- python t.py"] for verb in ("run", "apply")]

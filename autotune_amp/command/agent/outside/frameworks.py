@@ -35,7 +35,6 @@ class FrameworkHooks:
         self._hooks = hooks
         self._values: dict[str, Any] = hooks.values
         self._reported: set[str] = set()
-        self._trainer_values: dict[str, Any] = dict(hooks.values)  # `batch_size` is later removed from `_values`
         # Line and parser that made each TrainingArguments object, by the identity of the object.
         self._origins: dict[int, tuple[str, str]] = {}
 
@@ -47,7 +46,7 @@ class FrameworkHooks:
         after_import("accelerate.accelerator", self._hook_accelerator)
         after_import("lightning.pytorch.trainer.trainer", self._hook_lightning_trainer)
         after_import("pytorch_lightning.trainer.trainer", self._hook_lightning_trainer)
-        hook_config(self._hooks, dict(self._hooks.values), self._report_switch)
+        hook_config(self._hooks, self._values, self._report_switch)
 
     def _report_switch(
         self, owner: str, arguments: dict[str, str], today: dict[str, Any], parser: str = "", line: str = ""
@@ -71,14 +70,20 @@ class FrameworkHooks:
             setattr(owner, argument, self._values[name])
 
     def _hook_post_init(self, module: Any) -> None:
-        """Remember the line and parser that create each TrainingArguments object, until a Trainer receives it."""
+        """Remember the line and parser that create each TrainingArguments object, until a Trainer receives it, and set
+        those of the command line at once: subclasses, as TRL's, and scripts derive further values from them.
+        """
         owner = module.TrainingArguments
         original = owner.__post_init__
 
         @functools.wraps(original)
         def __post_init__(arguments: Any, *args: Any, **kwargs: Any) -> None:
-            self._origins[id(arguments)] = where.user_line(), _parser_of_arguments()
+            parser = _parser_of_arguments()
+            self._origins[id(arguments)] = where.user_line(), parser
             original(arguments, *args, **kwargs)
+            if parser and self._values:
+                with _environment("ACCELERATE_MIXED_PRECISION"):
+                    self._change_training_arguments(arguments, original)
 
         owner.__post_init__ = __post_init__
 
@@ -100,35 +105,38 @@ class FrameworkHooks:
                     kwargs["args"] = arguments
             today = _values_of(arguments)
             with _environment("ACCELERATE_MIXED_PRECISION"):  # Transformers 4 sets it
-                if self._trainer_values:
-                    self._change_training_arguments(arguments, kind)
+                if self._values:
+                    self._change_training_arguments(arguments, kind.__post_init__.__wrapped__)
+                    self._hooks.is_batch_size_in_framework = True  # the Trainer makes its loader from the arguments
+                    self._hooks.is_in_framework = "precision" in self._values
                 original(trainer, *args, **kwargs)
             today["n_gpu"] = arguments.n_gpu  # the Trainer counts one for a model that has a device map
+            attention = getattr(getattr(trainer.model, "config", None), "_attn_implementation", None)
+            if isinstance(attention, str):
+                today["attn_implementation"] = attention
             line, parser = self._origins.get(id(arguments), ("", ""))
             self._report_switch("TrainingArguments", {**_TRAINING_ARGUMENTS, "precision": "bf16"}, today, parser, line)
 
         owner.__init__ = __init__
 
-    def _change_training_arguments(self, arguments: Any, kind: Any) -> None:
-        """Set the values in TrainingArguments, and call `__post_init__` again for the fields derived from them."""
-        values, line = self._trainer_values, self._origins.get(id(arguments), ("", ""))[0]
+    def _change_training_arguments(self, arguments: Any, post_init: Any) -> None:
+        """Set the values in TrainingArguments, and call `post_init` again for the fields derived from them."""
+        values, line = self._values, self._origins.get(id(arguments), ("", ""))[0]
         for name, argument in _TRAINING_ARGUMENTS.items():
             if name in values:
                 was, what = getattr(arguments, argument), f"TrainingArguments' {argument}"
                 self._hooks.report_set(name, what, was, values[name], line)
                 setattr(arguments, argument, values[name])
-        self._values.pop("batch_size", None)  # already in the arguments, from which the Trainer makes its loader
         precision = values.get("precision")
         if precision is not None:
-            self._hooks.is_in_framework = True
             self._hooks.report_set("precision", "TrainingArguments", _precision_of(arguments), precision, line)
             arguments.bf16, arguments.fp16 = precision == "bf16", precision == "fp16"
             if arguments.device.type == "cpu":
                 arguments.use_cpu = True  # without a GPU, bf16 is refused unless a CPU is asked for
-            if arguments.tf32 is not None:
+            if arguments.tf32 is not None and precision in ("fp32", "tf32"):
                 arguments.tf32 = precision == "tf32"
             os.environ["ACCELERATE_MIXED_PRECISION"] = precision if precision in ("bf16", "fp16") else "no"
-        kind.__post_init__.__wrapped__(arguments)
+        post_init(arguments)
 
     def _hook_deepspeed_values(self, module: Any) -> None:
         """Let TrainingArguments fill in the values of a Trainer's DeepSpeed config that are set here: a Trainer refuses
@@ -136,7 +144,7 @@ class FrameworkHooks:
         """
         owner = module.HfTrainerDeepSpeedConfig
         original = owner.fill_match
-        names = {name for value in self._trainer_values for name in _DEEPSPEED_NAMES.get(value, ())}
+        names = {name for value in self._values for name in _DEEPSPEED_NAMES.get(value, ())}
 
         @functools.wraps(original)
         def fill_match(config: Any, name: str, *args: Any, **kwargs: Any) -> None:
@@ -164,10 +172,8 @@ class FrameworkHooks:
             if precision is not None:
                 self._hooks.report_set("precision", "Accelerator's mixed_precision", own_precision, precision)
             self._set_attribute(accelerator, "accumulation_steps", "gradient_accumulation_steps", "Accelerator")
-            launched = "ACCELERATE_MIXED_PRECISION" in os.environ and own_precision is None
             today = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
-            parser = "accelerate launch" if launched else ""
-            self._report_switch("Accelerator", {"precision": "mixed_precision"}, {"precision": today}, parser)
+            self._report_switch("Accelerator", {"precision": "mixed_precision"}, {"precision": today})
 
         @functools.wraps(accumulate)
         def accumulate_(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +191,6 @@ class FrameworkHooks:
 
         @functools.wraps(original)
         def __init__(trainer: Any, *args: Any, **kwargs: Any) -> None:
-            trainer.__dict__["_autotune_amp_parser"] = "LightningCLI" if _is_called_by("jsonargparse") else ""
             precision, steps = self._values.get("precision"), self._values.get("accumulation_steps")
             if precision is not None:
                 self._hooks.is_in_framework = True
@@ -207,7 +212,7 @@ class FrameworkHooks:
             arguments = {"precision": "precision", "accumulation_steps": "accumulate_grad_batches"}
             if not getattr(model, "automatic_optimization", True):
                 del arguments["accumulation_steps"], today["accumulation_steps"]
-            self._report_switch("Trainer", arguments, today, trainer._autotune_amp_parser)
+            self._report_switch("Trainer", arguments, today)
             return fit(trainer, model, *args, **kwargs)
 
         owner.__init__, owner.fit = __init__, fit_

@@ -39,6 +39,7 @@ class SettingHooks:
         self.channel = channel
         self.values = {name: value for name, value in settings.items() if name != "maker" and value is not None}
         self.is_in_framework = False  # whether a framework's argument sets the precision
+        self.is_batch_size_in_framework = False  # whether a framework's argument sets the batch size
         self._passes = passes
         self._maker: str | None = settings.get("maker")
         self._controller_of = controller_of
@@ -89,7 +90,7 @@ class SettingHooks:
             **kwargs: Any,
         ) -> None:
             shuffles = bool(shuffle) or type(sampler).__name__ in ("RandomSampler", "DistributedSampler")
-            if "batch_size" in self.values and (where.maker() == self._maker if self._maker else shuffles):
+            if not self.is_batch_size_in_framework and (where.maker() == self._maker if self._maker else shuffles):
                 size = self.values["batch_size"]
                 if type(batch_sampler) is BatchSampler:
                     self.report_set("batch_size", "DataLoader", batch_sampler.batch_size, size)
