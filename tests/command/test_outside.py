@@ -5,11 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from commands import TORCHRUN, run
 from forked_python import ForkServer
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
+from autotune_amp.command.agent.outside.hooks import SettingHooks
 from autotune_amp.command.measure import precision_of
 from autotune_amp.command.messages import Set
 from autotune_amp.command.rank_steps import Rank
@@ -88,6 +93,31 @@ def test_the_batch_size_of_the_training_loader_alone(ran: Ran, made: str) -> Non
     found = the("batch_size", rank)
     assert (found.was, found.value, found.what) == (8, 16, "DataLoader")
     assert found.line == trained.line
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((8,), {}), ((), {"batch_size": 8, "num_workers": 0})])
+def test_a_loader_that_lightning_makes_again_for_its_sampler_has_the_size_too(
+    args: tuple[int, ...], kwargs: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a LightningModule's hooks Lightning goes around DataLoader, to make it again with a sampler for ranks."""
+    lightning = pytest.importorskip("lightning.fabric.utilities.data")
+    training = TensorDataset(torch.randn(64, 4))
+    monkeypatch.setattr(DataLoader, "__init__", DataLoader.__init__)  # taken back at the end
+
+    def train_dataloader() -> Any:
+        return DataLoader(training, *args, **kwargs)
+
+    def val_dataloader() -> Any:
+        return DataLoader(training, *args, **kwargs)
+
+    line = train_dataloader.__code__.co_firstlineno + 1
+    maker = f"{Path(__file__).name}:train_dataloader:{line}"
+    SettingHooks(Mock(), Mock(), {"batch_size": 16, "maker": maker})._hook_loaders()
+    with lightning._replace_dunder_methods(DataLoader, "dataset"):
+        loaders = [train_dataloader(), val_dataloader()]
+    again = [lightning._update_dataloader(each, SequentialSampler(each.dataset)) for each in loaders]
+    assert [each.batch_size for each in loaders] == [16, 8]
+    assert [each.batch_size for each in again] == [16, 8]
 
 
 def test_a_sampler_of_batches_that_is_the_scripts_own_is_left_alone(ran: Ran) -> None:

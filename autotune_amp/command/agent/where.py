@@ -71,18 +71,24 @@ def maker_module() -> str:
 def _frame_calling_torch() -> FrameType | None:
     for frame in frames(3):
         path = frame.f_code.co_filename
-        if f"{os.sep}torch{os.sep}" not in path and not path.startswith((HERE, "<")):
+        if f"{os.sep}torch{os.sep}" not in path and not path.startswith((HERE, "<")) and not _is_of_lightning(frame):
             return frame
     return None
 
 
+def _is_of_lightning(frame: FrameType) -> bool:
+    """Whether a frame is of the function that Lightning puts around DataLoader while it calls a module's hooks."""
+    is_in_file = frame.f_code.co_filename.endswith(os.path.join("fabric", "utilities", "data.py"))
+    return is_in_file and frame.f_code.co_name == "wrapper"
+
+
 def is_called_by_user(depth: int = 2) -> bool:
-    """Whether the function that calls this one was itself called from the user's code, directly or through torch's
-    deprecated subclasses.
+    """Whether the function that calls this one was itself called from the user's code, directly, through torch's
+    deprecated subclasses or through Lightning's wrapper of DataLoader.
     """
     for frame in frames(depth + 1):
         path = frame.f_code.co_filename
-        if not path.startswith(HERE) and not path.endswith(_TORCH_WRAPPERS):
+        if not path.startswith(HERE) and not path.endswith(_TORCH_WRAPPERS) and not _is_of_lightning(frame):
             return not is_library(path)
     return False
 

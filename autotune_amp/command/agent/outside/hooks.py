@@ -98,6 +98,7 @@ class SettingHooks:
                 elif batch_sampler is None and batch_size is not None:
                     self.report_set("batch_size", "DataLoader", batch_size, size)
                     batch_size = size
+                    _set_saved_batch_size(loader, size)
             original(loader, dataset, batch_size, shuffle, sampler, batch_sampler, *args, **kwargs)
 
         loader_class.__init__ = __init__
@@ -243,6 +244,17 @@ class _ForwardInAutocast:
 
     def __reduce__(self) -> Any:  # a pickled model has its original forward
         return getattr, (self._module, "forward")
+
+
+def _set_saved_batch_size(loader: Any, size: int) -> None:
+    """Set the batch size in the arguments that Lightning has saved of a DataLoader made in a hook of its modules: it
+    makes the loader again from them, with a sampler for the ranks. A subclass has arguments of its own.
+    """
+    saved = loader.__dict__
+    if "__pl_saved_args" in saved and type(loader) is dataloader.DataLoader:
+        arguments = dict(zip(saved["__pl_saved_arg_names"], saved["__pl_saved_args"], strict=True))
+        saved["__pl_saved_kwargs"] = {**arguments, **saved["__pl_saved_kwargs"], "batch_size": size}
+        saved["__pl_saved_args"] = saved["__pl_saved_arg_names"] = ()
 
 
 def _is_available(device: str) -> bool:
