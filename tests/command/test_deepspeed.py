@@ -12,11 +12,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from commands import INJECTED, run
 from forked_python import ForkServer
 
+from autotune_amp.command.agent.outside import deepspeed_engine
 from autotune_amp.command.agent.outside.frameworks import FrameworkHooks
 from autotune_amp.command.command import Command, RunRequest
 from autotune_amp.command.frozen_pair import pair_steps
@@ -270,3 +272,68 @@ def test_a_trainers_own_numbers_are_set_in_its_config_and_others_must_still_matc
         "train_micro_batch_size_per_gpu": 2, "train_batch_size": 4, "bf16": {"enabled": False}, "lr": 0.1
     }  # fmt: skip
     assert config.mismatches == ["lr learning_rate"]
+
+
+class Plugin(TrainerConfig):
+    """Stand-in for Accelerate's plugin of DeepSpeed: a precision other than the config's is refused, fp32 ignored."""
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        return self.config
+
+    def set_mixed_precision(self, precision: str) -> None:
+        for name in ("fp16", "bf16"):
+            if self.config[name]["enabled"] is True and precision not in ("no", name):
+                raise ValueError(name)
+            self.fill_match(f"{name}.enabled", precision == name, must_match=False)
+
+
+class Accelerator:
+    """Stand-in for Accelerate's class, which takes the accumulation of the config when it prepares the engine."""
+
+    def __init__(self, plugin: Plugin, mixed_precision: str = "no") -> None:
+        self.state = SimpleNamespace(deepspeed_plugin=plugin)
+        self.gradient_accumulation_steps, self.mixed_precision = 1, mixed_precision
+        plugin.set_mixed_precision(mixed_precision)
+
+    def accumulate(self) -> None:
+        self.gradient_accumulation_steps = self.state.deepspeed_plugin.config["gradient_accumulation_steps"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_numbers_in_the_config_of_accelerates_plugin_are_set(precision: str) -> None:
+    class OwnPlugin(Plugin):
+        pass
+
+    class OwnAccelerator(Accelerator):
+        pass
+
+    hooks = FrameworkHooks(Mock(values={"precision": precision, "accumulation_steps": 3}))
+    hooks._hook_deepspeed_plugin(SimpleNamespace(DeepSpeedPlugin=OwnPlugin))
+    hooks._hook_accelerator(SimpleNamespace(Accelerator=OwnAccelerator))
+    own = {"enabled": True}
+    plugin = OwnPlugin({"gradient_accumulation_steps": 1, "fp16": own, "bf16": {"enabled": False}})
+    accelerator = OwnAccelerator(plugin)
+    accelerator.accumulate()
+    assert accelerator.gradient_accumulation_steps == 3
+    assert [plugin.config[name]["enabled"] for name in ("fp16", "bf16")] == [False, precision == "bf16"]
+
+
+@pytest.mark.parametrize("caller", ["train", "accelerate.accelerator"])
+def test_of_accelerates_engine_the_accumulation_is_left_to_accelerate(
+    caller: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it tells the engine at each backward pass whether to take a step."""
+    definitions: dict[str, Any] = {}
+    exec(CONFIG, definitions)
+    settings = Mock(values={"batch_size": 2, "accumulation_steps": 3})
+    monkeypatch.setattr(deepspeed_engine, "after_import", lambda _, __: None)
+    deepspeed_engine.hook_config(settings, settings.values, report := Mock())
+    settings.channel.shield.call_args.args[0](SimpleNamespace(**definitions))
+    document = {"train_batch_size": 4, "gradient_accumulation_steps": 1, "bf16": {"enabled": True}}
+    calling = {"__name__": caller, "make": definitions["DeepSpeedConfig"], "document": document}
+    config = eval("make(document)", calling)
+    is_settable = caller == "train"
+    assert config.gradient_accumulation_steps == (3 if is_settable else 1)
+    assert config.train_micro_batch_size_per_gpu == 2
+    assert ("accumulation_steps" in report.call_args.args[1]) is is_settable

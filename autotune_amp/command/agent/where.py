@@ -93,6 +93,11 @@ def is_called_by_user(depth: int = 2) -> bool:
     return False
 
 
+def is_called_by(package: str) -> bool:
+    """Whether a function of a package is on the call stack."""
+    return any(frame.f_globals.get("__name__", "").partition(".")[0] == package for frame in frames())
+
+
 def rank() -> dict[str, Any]:
     """Return rank and world size: of torch's process group if initialized, else from the launcher's
     environment variables (torchrun, Slurm).

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from .. import where
 from ..imports import after_import
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}  # by precision, which is also the name of its section in the config
@@ -122,10 +123,13 @@ def hook_config(hooks: Any, values: dict[str, Any], report_switch: Callable[...,
         @functools.wraps(complete)
         def _configure_train_batch_size(config: Any) -> None:
             complete(config)  # from train_batch_size and the number of ranks
-            today = {name: getattr(config, argument) for name, argument in _ARGUMENTS.items()}
+            arguments = dict(_ARGUMENTS)
+            if where.is_called_by("accelerate") and not where.is_called_by("transformers"):
+                del arguments["accumulation_steps"]  # Accelerate itself tells the engine when to take a step
+            today = {name: getattr(config, argument) for name, argument in arguments.items()}
             today["precision"] = _precision(config._param_dict)
-            report_switch("DeepSpeed's config", {**_ARGUMENTS, "precision": "bf16.enabled"}, today)
-            for name, argument in _ARGUMENTS.items():
+            report_switch("DeepSpeed's config", {**arguments, "precision": "bf16.enabled"}, today)
+            for name, argument in arguments.items():
                 if name in values:
                     hooks.report_set(name, f"DeepSpeed's {argument}", today[name], values[name])
                     setattr(config, argument, values[name])

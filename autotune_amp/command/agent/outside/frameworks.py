@@ -43,6 +43,7 @@ class FrameworkHooks:
         after_import("transformers.training_args", self._hook_post_init)
         after_import("transformers.trainer", self._hook_transformers_trainer)
         after_import("transformers.integrations.deepspeed", self._hook_deepspeed_values)
+        after_import("accelerate.utils.dataclasses", self._hook_deepspeed_plugin)
         after_import("accelerate.accelerator", self._hook_accelerator)
         after_import("lightning.pytorch.trainer.trainer", self._hook_lightning_trainer)
         after_import("pytorch_lightning.trainer.trainer", self._hook_lightning_trainer)
@@ -155,13 +156,29 @@ class FrameworkHooks:
 
         owner.fill_match = fill_match
 
+    def _hook_deepspeed_plugin(self, module: Any) -> None:
+        """Let Accelerate fill in the precision of its DeepSpeed config if it is set here: it keeps the config's own, or
+        refuses another.
+        """
+        owner = module.DeepSpeedPlugin
+        original = owner.set_mixed_precision
+
+        @functools.wraps(original)
+        def set_mixed_precision(plugin: Any, *args: Any, **kwargs: Any) -> None:
+            for name in ("fp16", "bf16"):
+                if "precision" in self._values and name in plugin.deepspeed_config:
+                    plugin.deepspeed_config[name]["enabled"] = "auto"
+            original(plugin, *args, **kwargs)
+
+        owner.set_mixed_precision = set_mixed_precision
+
     def _hook_accelerator(self, module: Any) -> None:
         owner = module.Accelerator
         original, accumulate = owner.__init__, owner.accumulate
 
         @functools.wraps(original)
         def __init__(accelerator: Any, *args: Any, **kwargs: Any) -> None:
-            if _is_called_by("transformers"):
+            if where.is_called_by("transformers"):
                 original(accelerator, *args, **kwargs)  # Transformers' Trainer made it, from TrainingArguments
                 return
             own_precision, precision = kwargs.get("mixed_precision"), self._values.get("precision")
@@ -172,6 +189,9 @@ class FrameworkHooks:
             if precision is not None:
                 self._hooks.report_set("precision", "Accelerator's mixed_precision", own_precision, precision)
             self._set_attribute(accelerator, "accumulation_steps", "gradient_accumulation_steps", "Accelerator")
+            plugin = accelerator.state.deepspeed_plugin
+            if plugin is not None and "accumulation_steps" in self._values:  # a number there would replace it
+                plugin.deepspeed_config["gradient_accumulation_steps"] = self._values["accumulation_steps"]
             today = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
             self._report_switch("Accelerator", {"precision": "mixed_precision"}, {"precision": today})
 
@@ -264,7 +284,3 @@ def _parser_of_arguments() -> str:
             )
             return "HfArgumentParser" if is_command_line else ""
     return ""
-
-
-def _is_called_by(package: str) -> bool:
-    return any(frame.f_globals.get("__name__", "").partition(".")[0] == package for frame in where.frames())
