@@ -202,7 +202,9 @@ class CommandBackend(WorkloadBackend):
         command.today, command.maker = today, None if loader is None else loader.maker
         description = measure.description(rank, command.line.name, today, completed.began, command.num_sharing)
         self._reusable_runs[today] = command.line, completed
-        other = probing_setting(today, unsettable_values, is_batch_free=job.is_batch_free)
+        other = probing_setting(
+            today, unsettable_values, is_batch_free=job.is_batch_free, num_sharing=command.num_sharing
+        )
         failed_values: dict[str, str] = {}
         notes: list[str] = []
         if other is not None:

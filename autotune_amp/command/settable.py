@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+import msgspec
+
 from autotune_amp.command.measure import (
     FULL_PRECISIONS,
     autocast_precision,
@@ -111,18 +113,22 @@ def note_on_values_set(sets: Iterable[Set]) -> list[str]:
     return [f"Set without a placeholder: {', '.join(places)}."]
 
 
-def probing_setting(today: Setting, reasons: Mapping[str, str], *, is_batch_free: bool = True) -> Setting | None:
+def probing_setting(
+    today: Setting, reasons: Mapping[str, str], *, is_batch_free: bool = True, num_sharing: int = 1
+) -> Setting | None:
     """Return a setting with which to check that values reach the training: `today` with another batch size and
     precision, as far as they can be set; None if neither can.
 
     `reasons` are those of `unsettable`. Unless `is_batch_free`, the batch size is changed only if the accumulation can
-    be changed too, or if the script accumulates today: it may then keep its effective batch size itself.
+    be changed too, or if the script accumulates today: it may then keep its effective batch size itself. `num_sharing`
+    ranks divide a batch among them.
     """
     is_accumulation_fixed = "accumulation_steps" in reasons
     is_batch_size_fixed = "batch_size" in reasons or (
         is_accumulation_fixed and not is_batch_free and today.accumulation_steps == 1
     )
-    sizes = [] if is_batch_size_fixed else [_other_batch_size(today)]
+    of_rank = msgspec.structs.replace(today, batch_size=max(1, today.batch_size // num_sharing))
+    sizes = [] if is_batch_size_fixed else [num_sharing * _other_batch_size(of_rank)]
     candidates: tuple[Precision, ...] = ("bf16", "fp32")
     precisions = [p for p in candidates if p not in reasons and p != today.precision]
     if not sizes and not precisions:

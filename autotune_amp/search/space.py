@@ -110,7 +110,9 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
     elif recipes.left_out and "fp8" in left_out:
         left_out["fp8"] = next(iter(recipes.left_out.values()))
     excluded = [Exclusion(precision=p, batch_size=None, reason=why) for p, why in left_out.items()]
-    sizes, too_large = _batch_sizes(baseline.batch_size, effective, description.num_samples, options, num_batches)
+    sizes, too_large = _batch_sizes(
+        baseline.batch_size, effective, description.num_samples, options, num_batches, description.num_sharing
+    )
     if "batch_size" in description.unsettable:
         sizes, too_large = [baseline.batch_size], None
         notes.append(f"Only batch {baseline.batch_size} is tried: {description.unsettable['batch_size']}.")
@@ -352,9 +354,15 @@ def _with_accumulation(space: Space, num: int, reason: str, next_step: str) -> S
 
 
 def _batch_sizes(
-    baseline: int, effective: int | None, num_samples: int | None, options: SearchOptions, num_batches: int
+    baseline: int,
+    effective: int | None,
+    num_samples: int | None,
+    options: SearchOptions,
+    num_batches: int,
+    num_sharing: int,
 ) -> tuple[list[int], int | None]:
-    """Return the batch sizes to try, ascending, and the smallest one that exceeds the dataset, or None.
+    """Return the batch sizes to try, ascending, and the smallest one that exceeds the dataset, or None. They are
+    multiples of `num_sharing`, the number of ranks that divide a batch among them.
 
     Raises `InvalidRequestError` if no batch size fits the range.
     """
@@ -368,6 +376,7 @@ def _batch_sizes(
         ends = {low, high, largest} if requested_range is not None else set()
         grid = sorted({baseline // power for power in powers} | {baseline * power for power in powers} | ends)
     grid = [size for size in grid if low <= size <= high]
+    grid = [size for size in grid if size % num_sharing == 0] or grid
     sizes = [size for size in grid if size <= largest]
     if num_samples is not None and low > num_samples:
         raise InvalidRequestError(

@@ -139,6 +139,13 @@ def test_a_probe_changes_all_that_can_be_changed(cannot: dict[str, str], expecte
     assert (found and (found.precision, found.batch_size)) == expected
 
 
+@pytest.mark.parametrize(("batch", "expected"), [(8, 16), (24, 8), (64, 32)])
+def test_a_probe_of_ranks_that_divide_a_batch_gives_each_of_them_the_same(batch: int, expected: int) -> None:
+    found = probing_setting(Setting(precision="fp32", batch_size=batch), {}, num_sharing=8)
+    assert found is not None
+    assert found.batch_size == expected
+
+
 @given(st.integers(1, 64), st.integers(1, 16))
 def test_a_probe_makes_another_number_of_samples_than_today_whatever_is_ignored(batch: int, steps: int) -> None:
     today = Setting(precision="fp32", batch_size=batch, accumulation_steps=steps)

@@ -59,6 +59,7 @@ FP8 = {"fp8_recipe": {"rowwise": None, "tensorwise": None}}
         # A command whose ranks each take a batch shares the total among them; ranks that divide a batch have it all.
         ({"num_ranks": 2}, {"effective_batch_size": 64}, [4, 8, 16, 32]),
         ({"num_ranks": 2, "num_sharing": 2}, {"effective_batch_size": 64}, [4, 8, 16, 32, 64]),
+        ({"num_ranks": 8, "num_sharing": 8, "batch_size": 24}, FREE, [24, 48, 96, 192, 384]),
         # A loop steps its optimizers itself, so that a batch is the effective batch.
         ({"unsettable": LOOP}, {}, [32]),
     ],
