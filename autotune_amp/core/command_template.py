@@ -139,10 +139,14 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Return the default name of the study: the script's name, or that of the module after ``-m``."""
+        """Return the default name of the study: the script's name, else that of the module after ``-m`` or of the
+        program, with its subcommand, as in ``trl-sft``.
+        """
         scripts = [Path(each).stem for each in self.arguments if each.endswith((".py", ".sh"))]
         module = self.arguments.index("-m") + 1 if "-m" in self.arguments[:-1] else 0
-        return scripts[0] if scripts else Path(self.arguments[module]).name
+        program, *others = self.arguments[module : module + 2]
+        subcommands = [word for word in others if re.fullmatch(r"[A-Za-z]\w*", word)]
+        return scripts[0] if scripts else "-".join([Path(program).name, *subcommands])
 
     def today(self, name: str) -> str | None:
         """Return the present value of a placeholder, a precision by its name in `PRECISIONS`; None if there is none."""

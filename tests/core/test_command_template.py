@@ -281,6 +281,9 @@ def test_what_is_suggested_as_todays_is_fp32_and_can_be_meant() -> None:
         ("torchrun -m pkg.train", "pkg.train"),
         ("bash go.sh", "go"),
         ("/usr/bin/fit", "fit"),
+        ("/usr/bin/fit ./data lora", "fit"),
+        ("trl sft --config c.yaml", "trl-sft"),
+        ("python -m trl dpo", "trl-dpo"),
     ],
 )
 def test_a_study_is_named_by_its_script(command: str, name: str) -> None:
