@@ -689,6 +689,26 @@ for x, y in loader:
     assert [(sum(step.num_samples.values()), step.num_batches) for step in steps] == [(8 * n, n) for n in range(1, 17)]
 
 
+def test_samples_of_a_stream_are_counted_where_they_lie_in_one_row_without_padding(train: Train) -> None:
+    heard = train(
+        """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(zip(inputs, targets))
+def collate(rows):
+    x, y = torch.utils.data.default_collate(rows)
+    ids = torch.arange(5 * len(rows))[None]
+    return {"input_ids": ids, "position_ids": ids % 5, "x": x, "y": y}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for batch in torch.utils.data.DataLoader(Stream(), batch_size=8, collate_fn=collate):
+    loss_of(model(batch["x"]), batch["y"]).backward()
+    optimizer.step()
+"""
+    )
+    assert not heard.of(Error)
+    assert per_step(only(heard)) == {(8, 1)}
+
+
 def test_sizes_of_loaders_that_are_drawn_together_are_candidates_each(train: Train) -> None:
     heard = train(
         """

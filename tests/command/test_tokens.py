@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
-from autotune_amp.command.agent.tokens import TokenCount, count_tokens
+from autotune_amp.command.agent.tokens import TokenCount, count_tokens, is_padding_free
 from autotune_amp.command.measure import measurement
 from autotune_amp.core.outcome import Measurement
 from autotune_amp.core.setting import Setting
@@ -35,6 +35,21 @@ class Held:
 def padded(sizes: Lengths, *, masked: bool = True) -> dict[str, Any]:
     ids = pad_sequence([torch.ones(size, dtype=torch.long) for size in sizes], batch_first=True)
     return {"input_ids": ids, "labels": ids, **({"attention_mask": ids.clone()} if masked else {})}
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"input_ids": torch.ones(1, 9), "position_ids": torch.ones(1, 9)}, False),  # no token ids
+        ({"input_ids": torch.ones(1, 9).long(), "position_ids": torch.ones(1, 9)}, True),
+        ({"input_ids": torch.ones(1, 9).long(), "cu_seq_lens_q": torch.tensor([0, 9])}, True),
+        ({"input_ids": torch.ones(1, 9).long(), "attention_mask": torch.ones(1, 9)}, False),
+        ({"input_ids": torch.ones(2, 9).long(), "position_ids": torch.ones(2, 9)}, False),
+        (torch.ones(1, 9).long(), False),
+    ],
+)
+def test_which_batch_has_its_sequences_in_one_row(batch: Any, expected: bool) -> None:
+    assert is_padding_free(batch) is expected
 
 
 def packed(sizes: Lengths, **boundaries: Any) -> dict[str, Any]:

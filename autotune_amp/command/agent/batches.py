@@ -17,7 +17,7 @@ from torch.utils.data import dataloader
 from . import where
 from .channel import Channel
 from .imports import after_import
-from .tokens import MAX_DEPTH, TokenCount, count_tokens
+from .tokens import MAX_DEPTH, TokenCount, count_tokens, is_padding_free
 
 _ACCELERATE_LOADERS = "accelerate.data_loader"  # module whose loaders yield a batch only after fetching the next one
 
@@ -118,24 +118,28 @@ class LoaderObserver:
             self._not_yet_used.pop(index, None)
             began = time.perf_counter()
             for batch in iterate(loader):
-                add_batch(index, batch, began)
+                add_batch(index, batch, began, batch_size_of(loader))
                 yield batch
                 began = time.perf_counter()
 
         owner.__iter__ = __iter__
 
     def _record_drawn(self, iterator: Any, indices: Any) -> None:
-        is_batch = isinstance(indices, (list, tuple)) and iterator._dataset_kind == dataloader._DatasetKind.Map
-        iterator._autotune_amp_drawn.append(len(indices) if is_batch else None)
+        iterator._autotune_amp_drawn.append(len(indices) if isinstance(indices, (list, tuple)) else None)
 
     def _record_batch(self, iterator: Any, batch: Any, began: float) -> None:
         drawn = iterator._autotune_amp_drawn
         num = drawn.popleft() if drawn else None
         if iterator._autotune_amp_index not in self._dispatched:
-            self._add_batch(iterator._autotune_amp_index, batch, began, num)
+            is_map = iterator._dataset_kind == dataloader._DatasetKind.Map
+            self._add_batch(iterator._autotune_amp_index, batch, began, num, is_map=is_map)
 
-    def _add_batch(self, index: str, batch: Any, began: float, num_samples: int | None = None) -> None:
+    def _add_batch(self, index: str, batch: Any, began: float, num_drawn: int | None, *, is_map: bool = False) -> None:
+        """Count a batch, for which `num_drawn` samples were asked of the dataset: one that `is_map` has returned as
+        many, a stream may have ended before.
+        """
         fetched = time.perf_counter()
+        num_samples = num_drawn if is_map or is_padding_free(batch) else None
         num_samples = size_of(batch) if num_samples is None else num_samples
         self._count(index, num_samples or 0, count_tokens(batch))
         self.num_batches += 1

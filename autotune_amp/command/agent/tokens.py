@@ -46,6 +46,17 @@ def count_tokens(batch: Any) -> TokenCount | None:
     return total
 
 
+def is_padding_free(batch: Any) -> bool:
+    """Whether a batch has all its sequences in one row of ``input_ids``, with their boundaries or positions."""
+    try:
+        return any(
+            len(fields["input_ids"]) == 1 and any(name in fields for name in ("position_ids", *_BOUNDARIES))
+            for fields in _with_token_ids(batch)
+        )
+    except Exception:  # a container of the user's own that cannot be read like a mapping
+        return False
+
+
 def _with_token_ids(value: Any, depth: int = 0) -> Iterator[Any]:
     """Yield the mappings, and the attributes of objects, in a batch that hold token ids."""
     if depth > MAX_DEPTH or isinstance(value, (torch.Tensor, str, bytes, int, float)):
