@@ -353,8 +353,9 @@ class CommandBackend(WorkloadBackend):
         run fails, try the other precision alone, then the other batch size alone.
 
         Return the reasons by precision or dimension that the command cannot run with, the setting that it used, and the
-        rank of that run; `first` is the rank of today's run. Raises `WorkloadError` if the steps still used today's
-        values, or if the run fails and another batch size is required, and `BudgetTooSmallError` if the time is up.
+        rank of that run; `first` is the rank of today's run. Values set from outside without effect are among the
+        reasons. Raises `WorkloadError` if placeholders have no effect, or if the run fails and another batch size is
+        required, and `BudgetTooSmallError` if the time is up.
         """
 
         def seconds_left() -> float:
@@ -395,6 +396,12 @@ class CommandBackend(WorkloadBackend):
             if isinstance(result, Failure) and is_batch_size_optional and seconds_left() > 0:
                 failed_values["batch_size"] = _failure_at(other, result)
                 other, result = today, first
+        outside = self._command.line.outside(other, today).keys() - {"precision"}
+        problem = None if isinstance(result, Failure) else self._deviation(other, result)
+        if outside and problem is not None:
+            failed_values |= dict.fromkeys(outside, f"it was set without a placeholder, but {problem.message}")
+            other = replace(other, **{name: getattr(today, name) for name in outside})
+            result = run(other)
         if isinstance(result, Failure):
             if result.kind == "timeout" and job.deadline_seconds is not None:
                 raise BudgetTooSmallError(

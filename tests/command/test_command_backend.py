@@ -415,6 +415,30 @@ def test_an_ignored_placeholder_is_an_error_that_names_both_values(script: str, 
     assert "--dry-run" in raised.value.next_step
 
 
+OWN_SIZE = """
+import torch
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from range(4096)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(Stream(), 8, shuffle=False, collate_fn=lambda _: torch.randn(8, 4))
+for number, x in enumerate(loader):
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_batch_size_that_is_set_from_outside_without_effect_is_left_out(tmp_path: Path, local: LocalBackend) -> None:
+    (tmp_path / "train.py").write_text(OWN_SIZE)
+    backend, found = described([sys.executable, str(tmp_path / "train.py")], local)
+    assert isinstance(found, Description), found
+    assert "8 samples" in found.unsettable["batch_size"]
+    assert "bf16" not in found.unsettable
+    assert isinstance(backend.submit(trial(Setting(precision="bf16", batch_size=8))).result(), Measurement)
+
+
 @pytest.mark.parametrize(
     ("command", "named"),
     [
