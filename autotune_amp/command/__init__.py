@@ -81,7 +81,8 @@ checkpoints are not examined, `--snapshot` and `--pin` need a Workload.
 * Lightning, also its LightningCLI, as a loop: `Trainer(precision=, accumulate_grad_batches=)` and the DataLoader are
   set.
 * Accelerate, also by `accelerate launch`, as a loop: `Accelerator(mixed_precision=, gradient_accumulation_steps=)` and
-  the DataLoader are set.
+  the DataLoader are set. A command's own `--gradient_accumulation_steps`, which its script reads too, needs the
+  placeholder.
 * DeepSpeed, by its own launcher, torchrun or Accelerate: `train_micro_batch_size_per_gpu`,
   `gradient_accumulation_steps` and the precision are set in its config. Its loss scaler stays its own. A step of its
   engine is one, however often it calls its optimizer; steps that it skips because gradients are not finite, in bf16 in

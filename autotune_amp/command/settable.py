@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
@@ -25,6 +26,8 @@ from autotune_amp.core.outcome import Failure
 from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.core.setting import Setting
 
+_ACCUMULATION_FLAG = re.compile(r"--gradient[_-]accumulation[_-]steps\b")
+
 
 def unsettable(line: CommandTemplate, rank: Rank) -> dict[str, str]:
     """Return the reason for each precision or dimension that cannot be changed. `rank` is of the unchanged run."""
@@ -46,6 +49,11 @@ def unsettable(line: CommandTemplate, rank: Rank) -> dict[str, str]:
             if least < most
             else "the command has no {accumulation_steps}, and a script's own loop cannot be changed to accumulate"
         )
+    accumulating = {switch.owner for switch in rank.switches if "accumulation_steps" in switch.arguments}
+    if "accumulation_steps" not in placeholders and accumulating == {"Accelerator.accumulate"}:
+        flag = next((word for word in line.arguments if _ACCUMULATION_FLAG.match(word)), None)
+        if flag is not None:  # as in Transformers' examples, whose number of steps also depends on it
+            reasons["accumulation_steps"] = f"the script itself reads {flag}, and it has no {{accumulation_steps}}"
     if "batch_size" not in placeholders and "batch_size" not in in_framework:
         loader = training_loader(rank)
         if loader is None or loader.batch_size is None:

@@ -105,6 +105,24 @@ def test_what_cannot_be_set(command: str, about: dict[str, Any], expected: set[s
 
 
 @pytest.mark.parametrize(
+    ("command", "owner", "is_settable"),
+    [
+        ("t --gradient_accumulation_steps 4", "Accelerator.accumulate", False),
+        ("t --gradient_accumulation_steps {accumulation_steps=4}", "Accelerator.accumulate", True),
+        ("t --steps 4", "Accelerator.accumulate", True),
+        ("t --gradient_accumulation_steps 4", "TrainingArguments", True),
+    ],
+)
+def test_an_accumulation_that_the_script_reads_beside_accelerate_is_not_set(
+    command: str, owner: str, is_settable: bool
+) -> None:
+    """The script derives its number of steps from the argument."""
+    rank = seen(in_framework=("accumulation_steps",))
+    rank.switches[0] = replace(rank.switches[0], owner=owner)
+    assert ("accumulation_steps" not in unsettable(CommandTemplate.of(command), rank)) is is_settable
+
+
+@pytest.mark.parametrize(
     ("command", "cannot", "num_workers", "expected"),
     [
         (
