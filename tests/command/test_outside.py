@@ -97,7 +97,7 @@ def test_the_batch_size_of_the_training_loader_alone(ran: Ran, made: str) -> Non
 
 @pytest.mark.parametrize(("args", "kwargs"), [((8,), {}), ((), {"batch_size": 8, "num_workers": 0})])
 def test_a_loader_that_lightning_makes_again_for_its_sampler_has_the_size_too(
-    args: tuple[int, ...], kwargs: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    args: tuple[Any, ...], kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a LightningModule's hooks Lightning goes around DataLoader, to make it again with a sampler for ranks."""
     lightning = pytest.importorskip("lightning.fabric.utilities.data")
