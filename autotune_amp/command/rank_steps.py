@@ -213,14 +213,15 @@ class Rank:
 
     @property
     def training_loaders(self) -> frozenset[str]:
-        """Return the indices of the loaders that yield batches in at least half of the steps; others serve evaluation.
-        Loaders that are created anew in every epoch count as one.
+        """Return the indices of the loaders that yield batches in more than half of the steps, or in half of them and
+        sometimes alone; others serve evaluation. Loaders that are created anew in every epoch count as one.
         """
         fetched = [_num_samples_by_loader(a, b) for a, b in pairwise(self.primary_steps)]
-        num = Counter(kind for by_loader in fetched for kind in {self._loader_key(name) for name in by_loader})
-        return frozenset(
-            name for by_loader in fetched for name in by_loader if 2 * num[self._loader_key(name)] >= len(fetched)
-        )
+        keys = [{self._loader_key(name) for name in by_loader} for by_loader in fetched]
+        num = Counter(key for of_step in keys for key in of_step)
+        alone = {key for of_step in keys for key in of_step if len(of_step) == 1}
+        training = {key for key in num if 2 * num[key] >= len(fetched) + (key not in alone)}
+        return frozenset(name for by_loader in fetched for name in by_loader if self._loader_key(name) in training)
 
     def _loader_key(self, name: str) -> tuple[object, ...]:
         loader = self.loaders.get(name)

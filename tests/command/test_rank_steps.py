@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -52,3 +53,23 @@ def test_only_training_loaders_prefetch_the_batches_of_a_warm_up(num_drawn: int)
     for number in range(1, 11):
         rank.add(said.step(1, number, num_samples={"0": 8} if num_drawn else {}, num_batches=num_drawn))
     assert list(rank.intervals())
+
+
+@pytest.mark.parametrize(
+    ("loaders_of_steps", "training"),
+    [
+        (["0", "01"] * 8, {"0"}),  # an evaluation after every second step
+        (["0", "1"] * 8, {"0", "1"}),  # two tasks in turn
+        (["01"] * 16, {"0", "1"}),
+        (["0", "0", "0", "01"] * 4, {"0"}),
+    ],
+)
+def test_a_loader_that_yields_rarely_or_only_beside_another_serves_evaluation(
+    loaders_of_steps: list[str], training: set[str]
+) -> None:
+    rank, num_samples = Rank(1), Counter[str]()
+    rank.add(said.optimizer(1))
+    for number, loaders in enumerate(["0", *loaders_of_steps], 1):
+        num_samples.update(dict.fromkeys(loaders, 8))
+        rank.add(said.step(1, number, num_samples=dict(num_samples)))
+    assert rank.training_loaders == training
