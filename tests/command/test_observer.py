@@ -146,3 +146,17 @@ def test_a_loss_on_an_accelerator_is_kept_there_until_a_step_is_settled() -> Non
     kept = passes._readable_later(loss)
     assert kept is loss.detach().clone()
     assert not loss.item.called
+
+
+def test_a_compiled_function_that_calls_a_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._dynamo  # before modules are watched, as in a script that makes its second model late
+
+    monkeypatch.setattr(torch.nn.Module, "__call__", torch.nn.Module.__call__)  # puts it back
+    recorder = passes.PassRecorder(Mock(shield=lambda hook: hook))
+    recorder.watch_modules()
+    model = torch.nn.Linear(8, 1)
+    total = torch.compile(lambda inputs: model(inputs).sum(), backend="eager", fullgraph=True)
+    inputs = torch.randn(4, 8)
+    torch.testing.assert_close(total(inputs), model(inputs).sum())
+    torch.compiler.reset()
+    assert len(recorder.pop_record()["forwards"]) == 1, "outside of compiled code they are watched"
