@@ -84,6 +84,18 @@ def test_steps_on_an_accelerator_are_measured_where_evaluations_follow_few_of_th
     assert {interval.num_samples / interval.num_steps for interval in intervals} == {8}
 
 
+def test_a_step_that_is_captured_into_a_graph_is_told_and_not_waited_for(
+    observed: observer.Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: pytest.fail("the capture is invalidated"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    observed.device = torch.device("cuda:0")
+    optimizer = optimizer_on("cuda:0")
+    observed._before_step(optimizer, (), {})
+    observed._after_step(optimizer, (), {})
+    assert observed.channel.send.call_args.args == ("captured",)  # type: ignore[attr-defined]
+
+
 def test_an_optimizer_on_the_cpu_trains_on_the_device_of_the_model(observed: observer.Observer) -> None:
     """As DeepSpeed's offload has it; the device here is one that every machine has."""
     observed._report_loaded(torch.nn.Linear(8, 1, device="meta").parameters)

@@ -191,6 +191,9 @@ class Observer:
         return [module for module in (reference() for reference in self.modules.values()) if module is not None]
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        if self._is_capturing():
+            self.channel.send("captured")
+            return None
         if self._is_in_step():
             self._num_nested += 1  # a subclass that calls its parent's step takes one step, not two
             return None
@@ -207,6 +210,8 @@ class Observer:
         return None if recorder is None else recorder.record_in_place_of_step(optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
+        if self._is_capturing():
+            return
         if self._num_nested:
             self._num_nested -= 1
             return
@@ -216,6 +221,10 @@ class Observer:
         self.has_stepped = True
         if not (self.scaler_depth or self.ignores_steps):
             self.report_step(optimizer)
+
+    def _is_capturing(self) -> bool:
+        """Whether operations are being captured into a CUDA graph, which a synchronization would invalidate."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _is_in_step(self) -> bool:
         """Whether an optimizer step is running. A step that raised an error is not: its frame is not on the
