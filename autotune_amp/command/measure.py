@@ -80,9 +80,10 @@ def predicted_measurement_seconds(events: RunEvents, began: float) -> float | No
 def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int) -> Measurement | Failure:
     """Return the measurement of a run, or the `Failure` that shows in the losses or the memory of a rank.
 
-    Samples and tokens per second are those of all ranks, in the step time of the slowest. Memory is that of all ranks
-    together on a CPU, and of the largest rank on an accelerator. On a CPU the reserved memory is `memory_bytes`, that
-    of all processes, if it is larger; accelerators that count no memory have none.
+    Samples and tokens per second are those of all ranks, in the step time of the slowest. Memory is that of the largest
+    rank, as a controller on each rank compares it with its own. On a CPU, which the ranks share, the reserved memory is
+    that of all ranks together, or `memory_bytes`, that of all processes, if it is larger; accelerators that count no
+    memory have none.
     """
     slowest = slowest_rank(events)
     if slowest is None:
@@ -116,7 +117,7 @@ def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int
         tokens_per_second=tokens and tokens[0],
         padded_share=tokens and tokens[1],
         data_seconds=sum(interval.wait_seconds for interval in intervals) / num_steps,
-        peak_memory_bytes=max(peaks) if reserved else sum(peaks),
+        peak_memory_bytes=max(peaks),
         reserved_memory_bytes=reserved_bytes,
         raw_step_seconds=raw,
         num_steps_together=round(num_steps / len(intervals)),

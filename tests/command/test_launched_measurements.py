@@ -38,8 +38,8 @@ def test_ranks_are_one_measurement() -> None:
     assert isinstance(found, Measurement)
     assert found.samples_per_second == pytest.approx(16 / said.STEP_SECONDS)
     assert found.num_compiling_steps == 0
-    assert found.peak_memory_bytes == 2000, "of both ranks, which share the host's"
-    assert found.reserved_memory_bytes == 2000
+    assert found.peak_memory_bytes == 1000, "of one rank, as its controller sees it"
+    assert found.reserved_memory_bytes == 2000, "of both ranks, which share the host's"
 
 
 def test_each_step_counts_alike_whatever_the_number_that_is_timed_together() -> None:
@@ -61,7 +61,7 @@ def test_each_step_counts_alike_whatever_the_number_that_is_timed_together() -> 
 def test_what_counts_against_the_limit_is_all_processes_on_a_cpu_and_the_largest_rank_elsewhere() -> None:
     found = measured(said.trained([10, 10]), memory_bytes=5000)
     assert isinstance(found, Measurement)
-    assert (found.peak_memory_bytes, found.reserved_memory_bytes) == (2000, 5000)
+    assert (found.peak_memory_bytes, found.reserved_memory_bytes) == (1000, 5000)
     found = measured(said.trained([10, 10], reserved_memory_bytes=1500), memory_bytes=5000)
     assert isinstance(found, Measurement)
     assert (found.peak_memory_bytes, found.reserved_memory_bytes) == (1000, 1500)
