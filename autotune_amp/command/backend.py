@@ -509,7 +509,8 @@ class CommandBackend(WorkloadBackend):
         arguments, from the same weights and batches of today's size. Optimizer steps are replaced by recording the
         gradients.
         """
-        began, gradients, losses = time.monotonic(), [], []
+        began, losses = time.monotonic(), []
+        gradients: list[list[Gradient]] = []
         today = self._command.today
         assert today is not None  # `_describe` has run before
         if check.candidate.pinned_modules:
