@@ -69,14 +69,15 @@ def test_steps_on_an_accelerator_are_measured_where_evaluations_follow_few_of_th
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {})
     monkeypatch.setattr(observer, "time", Mock(monotonic=count().__next__, perf_counter=lambda: 0.0))
     optimizer = optimizer_on("cuda:0")
-    for number in range(1, 25):
+    for number in range(1, 26):
         observed.loaders.num_batches += 1
         observed.loaders.num_samples["0"] = 8 * number
         observed.report_step(optimizer)
         if number % num_of_epoch == 0:
             observed.loaders.num_samples["1"] = 64 * number
     rank = Rank(1)
-    rank.add(said.optimizer(1))
+    for message in (said.optimizer(1), said.loader(1), said.loader(1, "1", maker="evaluate")):
+        rank.add(message)
     for call in observed.channel.add.call_args_list:  # type: ignore[attr-defined]
         rank.add(Step(pid=1, **call.kwargs))
     intervals = list(rank.intervals())
