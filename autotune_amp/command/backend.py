@@ -44,9 +44,9 @@ from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.program import temporary_folder
 from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Check, Describe, Trial, measurement_limit_seconds
 
-# Gradients to compare in a fidelity check; skips of a GradScaler before the first of them; entries of each gradient
-# that are written, which bounds the files to 8 MB.
-NUM_FROZEN_STEPS, MAX_SKIPS, MAX_FROZEN_ENTRIES = 6, 4, 2_000_000
+# Gradients to compare in a fidelity check; skips of a GradScaler before them: from 2**16 it finds a scale of 2**8;
+# entries of each gradient that are written, which bounds the files to 8 MB.
+NUM_FROZEN_STEPS, MAX_SKIPS, MAX_FROZEN_ENTRIES = 6, 8, 2_000_000
 # A search needs at least today's run, a run that checks the placeholders, and one trial; a search that confirms its
 # choice in three rounds needs about twelve runs.
 MIN_NUM_RUNS, NUM_RUNS_OF_A_CONFIRMED_SEARCH = 3, 12
@@ -518,7 +518,8 @@ class CommandBackend(WorkloadBackend):
         arguments, from the same weights and batches of today's size. Optimizer steps are replaced by recording the
         gradients.
         """
-        began, gradients, losses = time.monotonic(), [], []
+        began, losses = time.monotonic(), []
+        gradients: list[list[Gradient]] = []
         today = self._command.today
         assert today is not None  # `_describe` has run before
         if check.candidate.pinned_modules:
@@ -538,7 +539,7 @@ class CommandBackend(WorkloadBackend):
                     environment=self._environment,
                     output=folder / name,
                     frozen={
-                        "num_steps": NUM_FROZEN_STEPS,
+                        "num_steps": NUM_FROZEN_STEPS + MAX_SKIPS,
                         "max_entries": MAX_FROZEN_ENTRIES,
                         "in_fp32": name == "reference",
                         "precision": check.candidate.precision,
@@ -546,6 +547,7 @@ class CommandBackend(WorkloadBackend):
                 )
                 requests.append(request)
             limit_seconds = math.inf if check.deadline_seconds is None else check.deadline_seconds
+            num_recorded = NUM_FROZEN_STEPS  # how many steps a run records until it is ended
             try:
                 self._command.load_together(requests, self._watcher, limit_seconds)
                 for request in requests:
@@ -555,13 +557,19 @@ class CommandBackend(WorkloadBackend):
                     completed = self._command.run(
                         request,
                         Deadlines(whole_seconds=seconds_left),
-                        # A GradScaler may skip its first steps, which give no gradients.
-                        lambda events: max(events.num_frozen_steps, events.num_steps - MAX_SKIPS) >= NUM_FROZEN_STEPS,
+                        lambda events, num=num_recorded: (  # type: ignore[misc]  # mypy cannot infer it
+                            events.num_frozen_steps >= num or events.num_steps >= NUM_FROZEN_STEPS + MAX_SKIPS
+                        ),
                         Watcher(),
                     )
                     if isinstance(completed.verdict, Failure):
                         return check.unchecked(completed.verdict)
-                    gradients.append(completed.events.of(Gradient))
+                    recorded = completed.events.of(Gradient)
+                    if not gradients:  # the reference run must reach the steps that a GradScaler did not skip
+                        numbers = sorted({gradient.number for gradient in recorded})[:NUM_FROZEN_STEPS]
+                        recorded = [gradient for gradient in recorded if gradient.number in numbers]
+                        num_recorded = 1 + max(numbers, default=0)
+                    gradients.append(recorded)
                     first = min(completed.events.ranks.values(), key=lambda rank: rank.rank)
                     requested = request.setting.precision
                     if not is_precision_possible(requested, first):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from statistics import fmean
+from collections.abc import Sequence
 
 from autotune_amp.command.messages import Loader, Step
 from autotune_amp.command.rank_steps import Interval, Rank
@@ -32,7 +32,13 @@ def slowest_rank(events: RunEvents) -> tuple[Rank, list[Interval]] | None:
     least = min((len(intervals) for _, intervals in intervals_by_rank), default=0)
     if not events.has_all_ranks or least < MIN_NUM_INTERVALS:
         return None
-    return max(intervals_by_rank, key=lambda pair: fmean(interval.step_seconds for interval in pair[1]))
+    return max(intervals_by_rank, key=lambda pair: _mean_step_seconds(pair[1]))
+
+
+def _mean_step_seconds(intervals: Sequence[Interval]) -> float:
+    """Return the mean duration of the steps in the intervals, which hold different numbers of steps."""
+    seconds = sum(interval.step_seconds * interval.num_steps for interval in intervals)
+    return seconds / sum(interval.num_steps for interval in intervals)
 
 
 def is_enough(events: RunEvents, trial: Trial, began: float) -> bool:
@@ -74,9 +80,10 @@ def predicted_measurement_seconds(events: RunEvents, began: float) -> float | No
 def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int) -> Measurement | Failure:
     """Return the measurement of a run, or the `Failure` that shows in the losses or the memory of a rank.
 
-    Samples and tokens per second are those of all ranks, in the step time of the slowest. Memory is that of all ranks
-    together on a CPU, and of the largest rank on an accelerator. On a CPU the reserved memory is `memory_bytes`, that
-    of all processes, if it is larger; accelerators that count no memory have none.
+    Samples and tokens per second are those of all ranks, in the step time of the slowest. Memory is that of the largest
+    rank, as a controller on each rank compares it with its own. On a CPU, which the ranks share, the reserved memory is
+    that of all ranks together, or `memory_bytes`, that of all processes, if it is larger; accelerators that count no
+    memory have none.
     """
     slowest = slowest_rank(events)
     if slowest is None:
@@ -85,7 +92,7 @@ def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int
     rate, tokens = events.samples_per_second(), events.tokens()
     assert rate is not None
     raw = tuple(interval.step_seconds for interval in intervals)
-    step_seconds = fmean(raw)
+    step_seconds, num_steps = _mean_step_seconds(intervals), sum(interval.num_steps for interval in intervals)
     low, high = trimmed_interval(raw)
     peaks = [each.peak_memory_bytes or 0 for each in events.ranks.values()]
     reserved = [each.reserved_memory_bytes for each in events.ranks.values() if each.reserved_memory_bytes is not None]
@@ -109,11 +116,11 @@ def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int
         samples_per_second=rate,
         tokens_per_second=tokens and tokens[0],
         padded_share=tokens and tokens[1],
-        data_seconds=fmean(interval.wait_seconds / interval.num_steps for interval in intervals),
-        peak_memory_bytes=max(peaks) if reserved else sum(peaks),
+        data_seconds=sum(interval.wait_seconds for interval in intervals) / num_steps,
+        peak_memory_bytes=max(peaks),
         reserved_memory_bytes=reserved_bytes,
         raw_step_seconds=raw,
-        num_steps_together=max(interval.num_steps for interval in intervals),
+        num_steps_together=round(num_steps / len(intervals)),
         build_seconds=first,
         context_seconds=0.0,
         first_step_seconds=first,

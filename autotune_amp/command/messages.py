@@ -225,6 +225,10 @@ class Error(_OfRank, frozen=True, kw_only=True, tag="error"):
     is_of_agent: bool = False
 
 
+class Captured(AgentMessage, frozen=True, kw_only=True, tag="captured"):
+    """Message that an optimizer step was captured into a CUDA graph, whose replays are not observed."""
+
+
 class Unstepped(AgentMessage, frozen=True, kw_only=True, tag="unstepped"):
     """Message that after `num_backward` backward passes no optimizer of torch has taken a step."""
 
@@ -263,6 +267,7 @@ Message: TypeAlias = (
     | Switch
     | Loaded
     | Refused
+    | Captured
     | Unstepped
     | Error
     | Exit

@@ -213,14 +213,25 @@ class Rank:
 
     @property
     def training_loaders(self) -> frozenset[str]:
-        """Return the indices of the loaders that yield batches in at least half of the steps; others serve evaluation.
-        Loaders that are created anew in every epoch count as one.
+        """Return the indices of the loaders that yield batches in at least half of the steps; others serve evaluation,
+        and so does one of half of the steps that yields its dataset in one of them, beside another. Loaders that are
+        created anew in every epoch count as one.
         """
         fetched = [_num_samples_by_loader(a, b) for a, b in pairwise(self.primary_steps)]
         num = Counter(kind for by_loader in fetched for kind in {self._loader_key(name) for name in by_loader})
-        return frozenset(
-            name for by_loader in fetched for name in by_loader if 2 * num[self._loader_key(name)] >= len(fetched)
-        )
+        evaluated = {
+            self._loader_key(name)
+            for by_loader in fetched
+            if len(by_loader) > 1
+            for name, num_samples in by_loader.items()
+            if 2 * self.world * num_samples >= self._num_dataset_samples(name)  # a sampler may leave some out
+        }
+        training = {kind for kind in num if 2 * num[kind] >= len(fetched) + (kind in evaluated)}
+        return frozenset(name for by_loader in fetched for name in by_loader if self._loader_key(name) in training)
+
+    def _num_dataset_samples(self, name: str) -> float:
+        loader = self.loaders.get(name)
+        return math.inf if loader is None or loader.num_samples is None else loader.num_samples
 
     def _loader_key(self, name: str) -> tuple[object, ...]:
         loader = self.loaders.get(name)

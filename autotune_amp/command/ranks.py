@@ -63,6 +63,14 @@ class RunEvents:
         return min((len(rank.primary_steps) for rank in self.ranks.values()), default=0) if self.has_all_ranks else 0
 
     @property
+    def num_measured_steps(self) -> int:
+        """Return the number of optimizer steps that every rank has taken after its warm-up; 0 before all ranks have
+        appeared.
+        """
+        nums = [len(rank.warm_steps) - 1 for rank in self.ranks.values()]
+        return max(0, min(nums, default=0)) if self.has_all_ranks else 0
+
+    @property
     def num_frozen_steps(self) -> int:
         """Return the number of completed steps whose gradients every rank has written; 0 before all ranks have
         appeared.

@@ -253,7 +253,7 @@ class CommandRun:
             watcher.tick()
             self._receive_messages(TICK_SECONDS)
             if self._events.num_steps > num_before:
-                watcher.step(self._events.num_steps, self._events.step_seconds or 0.0)
+                watcher.step(self._events.num_measured_steps, self._events.step_seconds or 0.0)
             now = time.monotonic()
             state = self._read_state(now, memory_limit_bytes)
             result = verdict(

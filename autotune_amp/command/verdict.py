@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from autotune_amp.command.messages import Error, Hello, Refused, Stack, Torch, Unstepped
+from autotune_amp.command.messages import Captured, Error, Hello, Refused, Stack, Torch, Unstepped
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
@@ -83,6 +83,12 @@ def verdict(
         return _exit_verdict(events, state)
     if not events.of(Hello) and state.unobserved_seconds > UNOBSERVED_SECONDS:  # existing files are not guarded either
         return Failure(kind="workload_error", message=_reason_without_steps(events), details=_tail(state))
+    if events.of(Captured):
+        return Failure(
+            kind="workload_error",
+            message="the command captures its optimizer step in a CUDA graph, whose replays cannot be observed",
+            details="Run it without the CUDA graph.",
+        )
     unstepped = events.first(Unstepped)
     if unstepped is not None and not events.ranks:
         return Failure(

@@ -38,13 +38,13 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
 
     `step_seconds` is one optimizer step (with all its accumulation steps), including the wait for its data, which
     `data_seconds` gives separately, and `update_seconds` in the optimizer, None if not timed separately.
-    `raw_step_seconds` are as timed, each the mean of `num_steps_together` steps; `step_seconds_interval` is their
-    trimmed 95 % interval, widened to include their mean `step_seconds`. `was_cut`: the trial was stopped as clearly
-    slower than the best. `peak_memory_bytes` is the peak resident memory of the process on a CPU, the peak allocated on
-    an accelerator; `reserved_memory_bytes` counts against the limit. `num_skips` are measured steps that the loss
-    scaler or DeepSpeed skipped, `num_compiling_steps` were timed again because a compiler ran in them, which made
-    `num_graph_breaks` graph breaks, `num_steps_taken` are all steps behind the peak (0: written by a version that did
-    not count them).
+    `raw_step_seconds` are as timed, each the mean of `num_steps_together` steps, or of a command of about as many;
+    `step_seconds_interval` is their trimmed 95 % interval, widened to include their mean `step_seconds`. `was_cut`: the
+    trial was stopped as clearly slower than the best. `peak_memory_bytes` is the peak resident memory of the process on
+    a CPU, the peak allocated on an accelerator; `reserved_memory_bytes` counts against the limit. `num_skips` are
+    measured steps that the loss scaler or DeepSpeed skipped, `num_compiling_steps` were timed again because a compiler
+    ran in them, which made `num_graph_breaks` graph breaks, `num_steps_taken` are all steps behind the peak (0: written
+    by a version that did not count them).
     `build_seconds` is the time to make model, data and optimizer, `context_seconds` to start the accelerator,
     `first_step_seconds` the first step with its compilation. `is_build_shared`: the model was built once for several
     trials. `evaluation_seconds` and `checkpoint_seconds` are the workload's own, None without one or if it did not end;

@@ -128,24 +128,22 @@ def _other_ratios(chosen: SettingRuns, baseline: SettingRuns, records: Sequence[
 
 
 def other_process_speeds(records: Sequence[Record], *excluded: SettingRuns) -> list[list[float]]:
-    """Return the samples per second of the processes of each setting but the `excluded`, to estimate their spread.
+    """Return the samples per second of the processes of each setting without the `excluded`, to estimate their spread.
 
     Confirmed settings count, and trials that the search repeated: they ran on the same machine at different times, and
     so include changes of its speed. Settings confirmed in shared processes are left out, since their spread is not that
     between processes.
     """
     shares_processes = ranking.were_processes_shared(records)
+    # A single process shows no spread of its own, but with others of its setting.
+    left_out = [(runs.candidate, each) for runs in excluded if len(runs.speeds) > 1 for each in runs.measurements]
     groups: dict[tuple[Setting, Purpose, tuple[tuple[str, str], ...]], list[float]] = {}
     for record in records:
         outcome = record.outcome
-        if not isinstance(outcome, Measurement):
+        if not isinstance(outcome, Measurement) or (record.candidate, outcome) in left_out:
             continue
         is_timed_well = record.purpose == "search" and outcome.num_steps >= NUM_STEPS_BEFORE_CUT  # beyond its warm-up
         if is_timed_well or (record.purpose == "confirm" and not shares_processes):
             key = record.candidate, record.purpose, tuple(sorted(record.environment.items()))
             groups.setdefault(key, []).append(outcome.samples_per_second)
-    others = list(groups.values())
-    for runs in excluded:
-        if runs.speeds in others:
-            others.remove(runs.speeds)
-    return others
+    return list(groups.values())

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from autotune_amp.core.outcome import Failure, Purpose, Record, after_steps
 from autotune_amp.dimensions import NUMERIC
 from autotune_amp.hardware.machine_load import LoadMeter
-from autotune_amp.processes.local import Handle, LoadingBackend, Slot, SlotLostError
+from autotune_amp.processes.local import CompletedHandle, Handle, LoadingBackend, Slot, SlotLostError
 from autotune_amp.processes.process import Watcher
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Budget, Planner
@@ -172,9 +172,11 @@ class Runner:
         if foreseen:
             job = self._loaded(job, foreseen)
         left_seconds = max(0.0, self.planner.budget.left())
-        handle = self._backend.submit(replace(job, loading_seconds=left_seconds), slot)
-        if meter is not None:  # the slot's previous process has ended by now
+        if meter is not None:
             meter.start()
+        handle = self._backend.submit(replace(job, loading_seconds=left_seconds), slot)
+        if meter is not None and not isinstance(handle, CompletedHandle):
+            meter.start()  # the slot's previous process, whose end was noted, has ended by now
         self._running.append(_RunningJob(job, slot, number, handle, started, meter))
         for running in self._running:
             running.num_beside = max(running.num_beside, len(self._running) - 1)

@@ -21,6 +21,7 @@ def run_command(
     environment: dict[str, str] | None = None,
     deadlines: Deadlines | None = None,
     is_enough: Callable[[RunEvents], bool] | None = None,
+    watcher: Watcher | None = None,
     **how: Any,
 ) -> CompletedRun:
     """Until `is_enough`, by default once it has taken `num_steps`; `how` are further arguments of `CommandRun`."""
@@ -29,5 +30,5 @@ def run_command(
         return started.measure(
             deadlines or Deadlines(whole_seconds=200.0),
             is_enough or (lambda heard: heard.num_steps >= num_steps),
-            Watcher(),
+            watcher or Watcher(),
         )

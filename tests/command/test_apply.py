@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -18,9 +19,11 @@ from forked_python import ForkServer, forked_programs
 from said import trained
 
 from autotune_amp.cli import run
-from autotune_amp.command.editing.apply import _setting_of_rank
+from autotune_amp.command.command import Command
+from autotune_amp.command.editing.apply import _observe_run, _setting_of_rank
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.config import AmpConfig
-from autotune_amp.core.outcome import Description
+from autotune_amp.core.outcome import Description, Failure
 from autotune_amp.core.recommendation import Recommendation
 
 SAMPLE = Path(__file__).parents[1] / "golden/study/recommendation.json"
@@ -123,6 +126,14 @@ def test_the_batch_of_a_rank_counts_for_all_that_share_it() -> None:
     for num_sharing, batch_size in ((1, 8), (2, 16)):
         observed = _setting_of_rank(rank, has_own_weights=False, num_sharing=num_sharing)
         assert (observed.batch_size, observed.accumulation_steps) == (batch_size, 1)
+
+
+def test_a_run_none_of_whose_steps_can_be_measured_is_ended() -> None:
+    failure = Failure(kind="timeout", message="it was still running")
+    command = Mock(spec=Command, line=CommandTemplate.of(["train"]))
+    command.run.return_value = Mock(verdict=failure)
+    assert _observe_run(command) is failure
+    assert command.run.call_args.args[1].whole_seconds is not None
 
 
 def test_arguments_that_the_command_has_are_not_asked_for(forked_apply: Apply, tmp_path: Path) -> None:

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import getpass
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
+import said
 from backend_contract import BackendContract, Made
 from described_commands import SECONDS, described, fidelity, local_backend, trial
 from msgspec.structs import replace
 
 from autotune_amp.command import backend as command_backend
+from autotune_amp.command.backend import CommandBackend
 from autotune_amp.command.command import Command, RunRequest
+from autotune_amp.command.messages import Gradient
+from autotune_amp.command.ranks import RunEvents
+from autotune_amp.command.running import CompletedRun
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.errors import BudgetTooSmallError, RunnerError, WorkloadError
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import LocalBackend
+from autotune_amp.processes.process import Watcher
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -369,6 +378,33 @@ def test_what_is_held_against_a_run_in_a_low_precision_says_nothing_of_fidelity(
     assert isinstance(judged, Fidelity)
     assert judged.verdict == "unchecked"
     assert "fp32 used bf16" in judged.reason
+
+
+@pytest.mark.parametrize("num_skips", [0, 5, 8])
+def test_gradients_are_compared_at_the_steps_that_a_scaler_does_not_skip(num_skips: int) -> None:
+    def run(request: RunRequest, _: Any, is_enough: Callable[[RunEvents], bool], *__: Any) -> CompletedRun:
+        settings, is_low = json.loads(request.agent)["frozen"], request.setting.precision == "fp16"
+        events = said.heard([said.optimizer(1)])
+        while not is_enough(events):
+            number = len(events.ranks[1].steps)
+            if number < settings["num_steps"] and (number >= num_skips or not is_low):
+                events.add(recorded(number, request.setting.precision))
+            events.add(said.step(1, number + 1, regions=("cpu:float16",) if is_low else ()))
+        return CompletedRun(0.0, events, Mock(), "measured")
+
+    def recorded(number: int, path: str) -> Gradient:
+        of_rank: dict[str, Any] = {"pid": 1, "time": 0.0, "rank": 0, "world": 1, "optimizer": 0, "sizes": (3,)}
+        return Gradient(**of_rank, number=number, path=f"{path} {number}", weights="w", batch=str(number))
+
+    command, local = Command(CommandTemplate.of(["train"])), Mock()
+    command.today = Setting(precision="fp32", batch_size=8)
+    backend = CommandBackend(command, local, Watcher())
+    with patch.multiple(command, run=run, load_together=Mock()):
+        backend.submit(fidelity(Setting(precision="fp16", batch_size=8)))
+    (pair,) = local.submit.call_args.args
+    assert [[(step.low, step.reference) for step in batch] for batch in pair.steps] == [
+        [(f"fp16 {number}", f"fp32 {number}")] for number in range(num_skips, num_skips + 6)
+    ]
 
 
 # As a model that is loaded in bf16; autocast is the script's switch.

@@ -38,14 +38,30 @@ def test_ranks_are_one_measurement() -> None:
     assert isinstance(found, Measurement)
     assert found.samples_per_second == pytest.approx(16 / said.STEP_SECONDS)
     assert found.num_compiling_steps == 0
-    assert found.peak_memory_bytes == 2000, "of both ranks, which share the host's"
-    assert found.reserved_memory_bytes == 2000
+    assert found.peak_memory_bytes == 1000, "of one rank, as its controller sees it"
+    assert found.reserved_memory_bytes == 2000, "of both ranks, which share the host's"
+
+
+def test_each_step_counts_alike_whatever_the_number_that_is_timed_together() -> None:
+    """As on an accelerator, which is waited for at the first steps and then at each fourth one."""
+    heard = said.heard([said.hello(1), said.torch(1), said.loader(1), said.optimizer(1)])
+    for number in range(1, 13):
+        seconds = 2.0 * min(number, 3) + max(0, number - 3)  # the third step is slower than those after it
+        is_settled = number <= 4 or number % 4 == 0
+        heard.add(said.step(1, number, time=seconds, is_settled=is_settled, wait_seconds=seconds / 2))
+    found = measured(heard)
+    assert isinstance(found, Measurement)
+    assert found.raw_step_seconds == (2.0, 1.0, 1.0, 1.0)
+    assert found.step_seconds == pytest.approx(1.1)
+    assert found.samples_per_second * found.step_seconds == pytest.approx(8)
+    assert found.data_seconds == pytest.approx(found.step_seconds / 2)
+    assert found.num_steps <= 10, "so many were measured"
 
 
 def test_what_counts_against_the_limit_is_all_processes_on_a_cpu_and_the_largest_rank_elsewhere() -> None:
     found = measured(said.trained([10, 10]), memory_bytes=5000)
     assert isinstance(found, Measurement)
-    assert (found.peak_memory_bytes, found.reserved_memory_bytes) == (2000, 5000)
+    assert (found.peak_memory_bytes, found.reserved_memory_bytes) == (1000, 5000)
     found = measured(said.trained([10, 10], reserved_memory_bytes=1500), memory_bytes=5000)
     assert isinstance(found, Measurement)
     assert (found.peak_memory_bytes, found.reserved_memory_bytes) == (1000, 1500)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+from itertools import count
 from unittest.mock import Mock
 
 import pytest
+import said
 import torch
 
 from autotune_amp.command.agent import observer, passes
 from autotune_amp.command.agent.diagnosis import StepDiagnosis
+from autotune_amp.command.measure import MIN_NUM_INTERVALS
+from autotune_amp.command.messages import Step
+from autotune_amp.command.rank_steps import Rank
 
 
 def test_the_memory_that_is_left_is_told_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +59,42 @@ def test_memory_is_that_of_every_accelerator_of_a_process(
     (step,) = [call.kwargs for call in observed.channel.add.call_args_list]  # type: ignore[attr-defined]
     assert (step["peak_memory_bytes"], step["reserved_memory_bytes"], step["num_ooms"]) == (101, 201, 3)
     assert {call.args[0].index for call in synchronized.call_args_list} == {0, 1}
+
+
+@pytest.mark.parametrize("num_of_epoch", [2, 3, 4])
+def test_steps_on_an_accelerator_are_measured_where_evaluations_follow_few_of_them(
+    observed: observer.Observer, num_of_epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", Mock())
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {})
+    monkeypatch.setattr(observer, "time", Mock(monotonic=count().__next__, perf_counter=lambda: 0.0))
+    optimizer = optimizer_on("cuda:0")
+    for number in range(1, 26):
+        observed.loaders.num_batches += 1
+        observed.loaders.num_samples["0"] = 8 * number
+        observed.report_step(optimizer)
+        if number % num_of_epoch == 0:
+            observed.loaders.num_samples["1"] = 64 * number
+    rank = Rank(1)
+    for message in (said.optimizer(1), said.loader(1), said.loader(1, "1", maker="evaluate")):
+        rank.add(message)
+    for call in observed.channel.add.call_args_list:  # type: ignore[attr-defined]
+        rank.add(Step(pid=1, **call.kwargs))
+    intervals = list(rank.intervals())
+    assert len(intervals) >= MIN_NUM_INTERVALS
+    assert {interval.num_samples / interval.num_steps for interval in intervals} == {8}
+
+
+def test_a_step_that_is_captured_into_a_graph_is_told_and_not_waited_for(
+    observed: observer.Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: pytest.fail("the capture is invalidated"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    observed.device = torch.device("cuda:0")
+    optimizer = optimizer_on("cuda:0")
+    observed._before_step(optimizer, (), {})
+    observed._after_step(optimizer, (), {})
+    assert observed.channel.send.call_args.args == ("captured",)  # type: ignore[attr-defined]
 
 
 def test_an_optimizer_on_the_cpu_trains_on_the_device_of_the_model(observed: observer.Observer) -> None:
@@ -118,3 +159,17 @@ def test_a_loss_on_an_accelerator_is_kept_there_until_a_step_is_settled() -> Non
     kept = passes._readable_later(loss)
     assert kept is loss.detach().clone()
     assert not loss.item.called
+
+
+def test_a_compiled_function_that_calls_a_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._dynamo  # before modules are watched, as in a script that makes its second model late
+
+    monkeypatch.setattr(torch.nn.Module, "__call__", torch.nn.Module.__call__)  # puts it back
+    recorder = passes.PassRecorder(Mock(shield=lambda hook: hook))
+    recorder.watch_modules()
+    model = torch.nn.Linear(8, 1)
+    total = torch.compile(lambda inputs: model(inputs).sum(), backend="eager", fullgraph=True)
+    inputs = torch.randn(4, 8)
+    torch.testing.assert_close(total(inputs), model(inputs).sum())
+    torch.compiler.reset()
+    assert len(recorder.pop_record()["forwards"]) == 1, "outside of compiled code they are watched"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -52,3 +53,26 @@ def test_only_training_loaders_prefetch_the_batches_of_a_warm_up(num_drawn: int)
     for number in range(1, 11):
         rank.add(said.step(1, number, num_samples={"0": 8} if num_drawn else {}, num_batches=num_drawn))
     assert list(rank.intervals())
+
+
+@pytest.mark.parametrize(
+    ("loaders_of_steps", "num_samples", "training"),
+    [
+        (["0", "01"] * 8, 8, {"0"}),  # an evaluation after every second step
+        (["0", "01"] * 8, 64, {"0", "1"}),  # a second loader for every second step
+        (["0", "1"] * 8, 8, {"0", "1"}),  # two tasks in turn
+        (["01"] * 16, 8, {"0", "1"}),
+        (["0", "0", "0", "01"] * 4, 64, {"0"}),
+    ],
+)
+def test_a_loader_that_yields_rarely_or_all_at_once_serves_evaluation(
+    loaders_of_steps: list[str], num_samples: int, training: set[str]
+) -> None:
+    rank, num_yielded = Rank(1), Counter[str]()
+    rank.add(said.optimizer(1))
+    for index in "01":
+        rank.add(said.loader(1, index, maker=index, num_samples=num_samples))
+    for number, loaders in enumerate(["0", *loaders_of_steps], 1):
+        num_yielded.update(dict.fromkeys(loaders, 8))
+        rank.add(said.step(1, number, num_samples=dict(num_yielded)))
+    assert rank.training_loaders == training

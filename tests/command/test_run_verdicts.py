@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import said
 
-from autotune_amp.command.messages import Hello, Refused, Stack, Unstepped
+from autotune_amp.command.messages import Captured, Hello, Refused, Stack, Unstepped
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.verdict import RunState, verdict
 from autotune_amp.core.job import Deadlines
@@ -171,3 +171,12 @@ def test_passes_without_a_step_of_torchs_are_told_before_the_time_is_up() -> Non
     trained = said.trained([8])
     trained.add(unstepped)  # of another process
     assert of(trained) == ("", "")
+
+
+def test_steps_that_are_replayed_from_a_graph_are_not_waited_for() -> None:
+    heard = said.trained([3])
+    heard.add(Captured(pid=100, time=2.0))
+    kind, message = of(heard)
+    assert kind == "workload_error"
+    assert "CUDA graph" in message
+    assert of(heard, is_enough=True) == ("measured", "")

@@ -23,10 +23,12 @@ from running_commands import run_command
 
 from autotune_amp.command import running, verdict
 from autotune_amp.command.messages import Torch
+from autotune_amp.command.rank_steps import LIMITS_OF_WARMUP_STEPS
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
+from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.process_tree import shared_memory
 
 GONE_SECONDS = 60.0
@@ -276,10 +278,16 @@ def test_a_settings_file_is_written_in_utf_8_whatever_the_locale(
 
 def test_it_trains_and_tells(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP.format(before="", context="fork"))
-    ran = run_command([sys.executable, "train.py"])
+    watcher = Mock(spec=Watcher)
+    ran = run_command(
+        [sys.executable, "train.py"], is_enough=lambda events: events.num_measured_steps >= 4, watcher=watcher
+    )
     assert ran.verdict == "measured"
-    assert ran.events.num_steps >= 8
+    assert ran.events.num_steps >= 4 + LIMITS_OF_WARMUP_STEPS[0]
     assert ran.state.status is None
+    told = [call.args[0] for call in watcher.step.call_args_list]
+    assert told == sorted(told)
+    assert told[-1] == ran.events.num_measured_steps < ran.events.num_steps
 
 
 @pytest.mark.parametrize("temporary", ["short", "a" * 90])

@@ -17,6 +17,7 @@ from scripted_backend import (
     hardware,
     ledger_of,
     measured,
+    measurement,
 )
 from test_decide import Log
 
@@ -24,11 +25,11 @@ from autotune_amp.core.outcome import Failure, Measurement, Outcome, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.devices import ConfirmationBackend
 from autotune_amp.processes.local import Slot
-from autotune_amp.search.gains import gain_and_rounds_to_settle
+from autotune_amp.search.gains import gain_and_rounds_to_settle, other_process_speeds
 from autotune_amp.search.ledger import LOSS_SCALE, Shortlist
 from autotune_amp.search.loss_scales import Scales
 from autotune_amp.search.planner import MIN_ROUNDS
-from autotune_amp.search.ranking import confirm_runs, were_processes_shared
+from autotune_amp.search.ranking import best_runs, confirm_runs, were_processes_shared
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.confirm import (
@@ -171,6 +172,20 @@ def test_rounds_of_one_setting_alone_bring_a_comparison_no_nearer_to_its_end() -
         log.add(BF16, 120.0, "confirm", round=number)
     assert gain_and_rounds_to_settle(ledger_of(log.records, space), Shortlist(BF16, None, FP32), {}) == rounds
     assert rounds is not None
+
+
+def test_the_spread_of_a_settings_own_processes_counts_once() -> None:
+    """A command's trial in the search counts as its first round."""
+    log = Log()
+    for setting, speed, number in ((BF16, 100.0, 0), (FP32, 50.0, None), (FP32, 51.0, None)):
+        log.add(setting, measurement(speed, raw_step_seconds=(1.0,) * 8), round=number)
+    for number in (1, 2):
+        log.add(BF16, 100.0 + number, "confirm", round=number)
+    runs = confirm_runs(log.records, BF16, {})
+    assert runs.speeds == [100.0, 101.0, 102.0]
+    assert other_process_speeds(log.records, runs) == [[50.0, 51.0]]
+    trial = best_runs(log.records, FP32, {})
+    assert other_process_speeds(log.records, runs, trial) == [[50.0, 51.0]], "one process has no spread of its own"
 
 
 def test_a_failure_costs_its_own_row_and_a_process() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, cast
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -17,9 +18,11 @@ from autotune_amp.core.recommendation import Decision
 from autotune_amp.core.setting import Setting
 from autotune_amp.hardware import machine_load
 from autotune_amp.hardware.machine_load import LoadMeter
+from autotune_amp.processes.local import CompletedHandle, Slot
 from autotune_amp.search.ledger import Shortlist
 from autotune_amp.search.planner import MIN_ROUNDS
 from autotune_amp.search.space import Space
+from autotune_amp.trial.jobs import Trial
 
 TODAY, FASTER = candidate("fp32", 32), candidate("fp32", 64)
 SPACE = Space(candidates=(TODAY, FASTER), baseline=TODAY)
@@ -74,6 +77,31 @@ def test_an_idle_machine_gives_no_word_and_the_same_interval() -> None:
     assert (idle.evidence.load.others_num_cores, idle.evidence.load.stolen_share) == pytest.approx((0.05, 0.01))
     assert records[0].load == IDLE
     assert msgspec.json.decode(msgspec.json.encode(records[0]), type=Record) == records[0]
+
+
+@pytest.mark.parametrize(("is_completed", "seconds"), [(True, 5.0), (False, 0.0)])
+def test_the_load_of_a_trial_is_that_while_it_runs(
+    is_completed: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command's trial has run once it is submitted; before another one the slot's previous process is ended."""
+    now = 100.0
+    monkeypatch.setattr(machine_load, "read_counters", lambda: machine_load.Reading(now, 2, None, None, None))
+
+    def submit(job: Trial, slot: Slot) -> Any:
+        nonlocal now
+        now += 5.0
+        searching.watcher.ending()
+        now += 1.0  # until the processes are gone
+        outcome = measured(job, 100.0)
+        return CompletedHandle(outcome) if is_completed else Mock(result=lambda: outcome, start_seconds=None)
+
+    searching = ScriptedSearch(SPACE, lambda spec: measured(spec, 100.0), meter=LoadMeter())
+    monkeypatch.setattr(searching.backend, "submit", submit)
+    monkeypatch.setattr(searching.backend, "wait", lambda handles: handles[0])
+    searching.measure(TODAY)
+    (record,) = searching.records
+    assert record.load is not None
+    assert record.load.seconds == seconds
 
 
 def test_a_machine_busy_throughout_is_named_and_the_promise_reaches_up_to_an_idle_one() -> None:

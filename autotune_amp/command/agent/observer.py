@@ -92,6 +92,8 @@ class Observer:
         self.num_steps = 0
         self._optimizers: list[Any] = []  # weak references, in the order of their first steps
         self._num_steps_of: list[int] = []  # by index of the optimizer
+        # By index of the optimizer: samples by loader at its latest step, and how many loaders yielded batches for it.
+        self._loaded_for: list[tuple[dict[str, int], int]] = []
         self._running_step_frame: Any = None  # frame of the outermost running `Optimizer.step`, None outside of one
         self._num_nested = 0  # running `Optimizer.step` calls inside the outermost
         self.has_stepped = False  # whether an optimizer has stepped since the latest GradScaler.step began
@@ -111,6 +113,7 @@ class Observer:
         self.num_steps = 0
         self._optimizers = []
         self._num_steps_of = []
+        self._loaded_for = []
         self._running_step_frame = None
         self._pending = []
         if self._flop_counter is not None:
@@ -188,6 +191,9 @@ class Observer:
         return [module for module in (reference() for reference in self.modules.values()) if module is not None]
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        if self._is_capturing():
+            self.channel.send("captured")
+            return None
         if self._is_in_step():
             self._num_nested += 1  # a subclass that calls its parent's step takes one step, not two
             return None
@@ -204,6 +210,8 @@ class Observer:
         return None if recorder is None else recorder.record_in_place_of_step(optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
+        if self._is_capturing():
+            return
         if self._num_nested:
             self._num_nested -= 1
             return
@@ -213,6 +221,10 @@ class Observer:
         self.has_stepped = True
         if not (self.scaler_depth or self.ignores_steps):
             self.report_step(optimizer)
+
+    def _is_capturing(self) -> bool:
+        """Whether operations are being captured into a CUDA graph, which a synchronization would invalidate."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _is_in_step(self) -> bool:
         """Whether an optimizer step is running. A step that raised an error is not: its frame is not on the
@@ -257,6 +269,7 @@ class Observer:
             "time": time.monotonic(),
         }
         self._pending.append(step)
+        follows_evaluation = self._follows_evaluation(index)
         # Module calls are recorded in the first steps only, since that slows training.
         if self.num_steps == passes.NUM_FULLY_WATCHED and self.gradient_recorder is None:
             self.passes.unwatch_modules()
@@ -265,6 +278,7 @@ class Observer:
             or self.num_steps <= passes.NUM_FULLY_WATCHED
             or self._num_steps_of[index] % NUM_STEPS_PER_SYNC == 0
             or self._num_steps_of[index] == 1  # an optimizer may be made anew before it has taken so many
+            or follows_evaluation  # else no interval is without one where epochs have few steps
         ):
             self._report_steps()
         if self.counts_flops and index == 0:
@@ -272,6 +286,14 @@ class Observer:
         self.passes.overhead_seconds += time.perf_counter() - began
         if self.diagnosis is not None:
             self.diagnosis.after_step(optimizer, step)
+
+    def _follows_evaluation(self, index: int) -> bool:
+        """Whether more loaders have yielded batches for this step of an optimizer than for its previous one."""
+        num_samples_before, num_before = self._loaded_for[index]
+        num_samples = dict(self.loaders.num_samples)
+        num = sum(num_samples[name] != num_samples_before.get(name, 0) for name in num_samples)
+        self._loaded_for[index] = num_samples, num
+        return 0 < num_before < num
 
     def _count_flops(self, num_steps: int) -> None:
         """Count the floating-point operations of the first optimizer's second step, which is part of the warm-up and
@@ -365,6 +387,7 @@ class Observer:
         parameters = passes.parameters_of(optimizer)
         self._optimizers.append(weakref.ref(optimizer))
         self._num_steps_of.append(0)
+        self._loaded_for.append(({}, 0))
         self.device = next((p.device for p in parameters if p.device.type != "cpu"), self.device)
         untrained = {id(p): p for module in self.live_modules() for p in module.parameters() if not p.requires_grad}
         self._devices |= {self.device, *(p.device for p in (*parameters, *untrained.values()))}

@@ -156,13 +156,15 @@ class PassRecorder:
             self._regions[f"{region.device}:{_dtype_name(region.fast_dtype)}"] = None
 
     def watch_modules(self) -> None:
-        """Patch Module.__call__, only while no module runs: torch.compile then never traces the patch."""
+        """Patch Module.__call__, only while no module runs: then torch.compile never traces the patch inside of one."""
         module_class: Any = torch.nn.Module
         original = module_class.__call__
         record_forward = self._channel.shield(self._record_forward)
         self._watches_modules = True
 
         def call_outermost(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # a function that calls the module
+                return original(module, *args, **kwargs)
             module_class.__call__ = original
             if get_worker_info() is not None:  # not in loader workers: their transforms call many modules,
                 self.unwatch_modules()  # and each change of the class makes Python visit all its subclasses

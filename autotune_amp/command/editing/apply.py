@@ -35,7 +35,7 @@ from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.program import temporary_folder
 
 NUM_STEPS = 8  # least number of optimizer steps that are observed
-_DEADLINES = Deadlines(first_step_seconds=900.0, step_seconds=300.0)
+_DEADLINES = Deadlines(whole_seconds=3600.0, first_step_seconds=900.0, step_seconds=300.0)
 
 
 class ApplyReport(msgspec.Struct, frozen=True, kw_only=True):
