@@ -483,6 +483,16 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         return markup.notebook_box(title, self.answer_html(), self.warnings_html(), *folded)
 
     @property
+    def training_config(self) -> AmpConfig:
+        """Return the config to train with: that of a command keeps the script's own TF32 flags (`as_found`), as its
+        trials did, unless it leaves the script's precision for fp32 or TF32, which are set by these flags.
+        """
+        precision, today = self.config.precision, self.workload and self.workload.today.precision
+        is_set_by_flags = precision == "tf32" or (precision == "fp32" and today != "fp32")
+        keeps_flags = self.command_template is not None and not is_set_by_flags
+        return msgspec.structs.replace(self.config, as_found=True) if keeps_flags else self.config
+
+    @property
     def num_ranks(self) -> int:
         """Return the number of ranks that share an optimizer step."""
         own = 1 if self.workload is None else self.workload.num_ranks

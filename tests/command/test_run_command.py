@@ -211,6 +211,15 @@ def test_regions_follow_the_controller_down(run: Run) -> None:
     assert done.stdout.splitlines()[1:3] == ["torch.float16 256.0", "torch.float32 1.0"]
 
 
+def test_a_scripts_own_scale_and_tf32_flags_stay_as_the_trials_of_a_command_had_them(run: Run) -> None:
+    script = SCALED.replace("{scaler}", "torch.amp.GradScaler('cpu', 2.0**10, growth_interval=1)").replace("{after}", "")
+    found = recommendation("fp16", line=CommandTemplate.of("python train.py"), loss_scale=LossScale())
+    done = run(f"{script}\nprint('cudnn', torch.backends.cudnn.allow_tf32)", found)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert (lines[0], lines[1], lines[-1]) == ("PrecisionController True", "torch.float16 2048.0", "cudnn True")
+
+
 def test_what_the_command_says_itself_is_not_set_from_outside() -> None:
     path = Path("study/recommendation.json")
     line = CommandTemplate.of("python train.py --bs {batch_size=8}")

@@ -18,6 +18,7 @@ from .outside import deepspeed_engine
 from .outside.hooks import SettingHooks
 from .passes import NUM_FULLY_WATCHED, PassRecorder
 
+_SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 _FIELD_NAMES = {"batch_size": "batch size", "accumulation_steps": "accumulation"}
 
 
@@ -143,9 +144,16 @@ def _convert_to_controller(report: _SettingReport, scaler: Any, *, path: str, de
     """Convert the script's GradScaler in place to a PrecisionController and return it; None if that fails."""
     original_class, attributes = type(scaler), dict(scaler.__dict__)
     try:
-        from autotune_amp import PrecisionController, Recommendation
+        import msgspec
 
-        config = Recommendation.load(path).config
+        from autotune_amp import PrecisionController, Recommendation
+        from autotune_amp.core.config import LossScale
+
+        recommendation = Recommendation.load(path)
+        config = recommendation.training_config
+        if recommendation.command_template is not None and config.loss_scale is not None and scaler.is_enabled():
+            own = {name: attributes[f"_{name}"] for name in _SCALER_ARGUMENTS}  # as in the trials
+            config = msgspec.structs.replace(config, loss_scale=LossScale(**own))
         scaler.__dict__.clear()
         scaler.__class__ = PrecisionController
         PrecisionController.__init__(scaler, config, device)
