@@ -384,7 +384,8 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     def facts(self) -> list[tuple[str, str]]:
         """Return (label, text) pairs for all facts about the recommended config."""
         config, evidence, workload = self.config, self.evidence, self.workload
-        joules, scale = evidence.joules_per_sample, config.loss_scale
+        joules = evidence.joules_per_sample
+        scale = config.loss_scale if self.command_template is None else None  # a script has its own
         limit_bytes = self.options.get("memory_limit")
         accumulation = evidence.accumulation if config.accumulation_steps > 1 else None
         pauses = {"an evaluation": evidence.evaluation_seconds, "a checkpoint": evidence.checkpoint_seconds}

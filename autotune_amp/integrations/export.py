@@ -63,8 +63,9 @@ def export_source(recommendation: Recommendation, origin: str) -> ExportSource:
     evidence, workload = recommendation.evidence, recommendation.workload
     check = evidence.accumulation
     return ExportSource(
-        recommendation.config,
+        recommendation.training_config,
         recommendation.hardware.identity.type,
+        has_own_scaler=recommendation.command_template is not None,
         loss=check.verdict if check is not None and check.verdict in ("sum", "weighted") else "mean",
         share=f"({check.weighted_by})" if check is not None and check.weighted_by else "the items of the loss's mean",
         is_loop=workload is not None and workload.is_loop,
@@ -129,7 +130,8 @@ def is_exported(text: str) -> bool:
 
 SHEBANG = "#!/usr/bin/env bash\n"
 WIDTH = 100  # characters of a line, if it can be broken
-UNCHANGED_FLAGS = "Measured with the script's own TF32 flags and autocast: they are kept."
+UNCHANGED_FLAGS = "Measured with the script's own TF32 flags: they are kept."
+_OWN_SCALER = "Measured with the script's own GradScaler: give the loss scale the arguments of that one."
 _SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
@@ -141,6 +143,7 @@ class ExportSource:
     share: if `loss` is "weighted", the items in words that weigh a batch, such as ``(labels != -100)``.
     is_loop: the training has its own ``train_step(state, batch, amp)``.
     origin: a line with the study, setting and speed.
+    has_own_scaler: fp16 was measured with the script's own GradScaler, and not with the config's loss scale.
     """
 
     config: AmpConfig
@@ -149,6 +152,7 @@ class ExportSource:
     share: str = ""
     is_loop: bool = False
     origin: str = ""
+    has_own_scaler: bool = False
 
     def loss_division_comments(self, framework: str) -> list[str]:
         """Return a comment on how to scale the loss, if dividing it by the accumulation steps is not correct."""
@@ -183,6 +187,8 @@ class ExportedScript:
                 if any("torch." in line.partition("#")[0] for line in lines):
                     self.imports.add("import torch")
         self.comments += argument_comments(setting.config)
+        if setting.has_own_scaler and setting.config.loss_scale is not None:
+            self.comments.append(_OWN_SCALER)
         if exports := export_lines(setting.config):
             self.comments += ["Before Python starts, in the shell:", *(f"  {line}" for line in exports)]
 
@@ -319,10 +325,12 @@ def torch(setting: ExportSource) -> str:
         forward = _block(f'with torch.autocast("{setting.device_type}", dtype={dtype}):', forward)
     backward, step = "loss.backward()", ["optimizer.step()"]
     if (scale := config.loss_scale) is not None:
-        bounds = {"hysteresis": scale.hysteresis, "min_scale": scale.floor, "max_scale": scale.max_scale}
-        script.missing = [f"{name}={value!r}" for name, value in bounds.items() if (name, value) != ("hysteresis", 1)]
-        scaler_arguments = keyword_sources((name, getattr(scale, name)) for name in _SCALER_ARGUMENTS)
-        arguments = [f'"{setting.device_type}"', *scaler_arguments]
+        arguments = [f'"{setting.device_type}"']
+        if not setting.has_own_scaler:
+            bounds = {"hysteresis": scale.hysteresis, "min_scale": scale.floor, "max_scale": scale.max_scale}
+            bounds = {name: value for name, value in bounds.items() if (name, value) != ("hysteresis", 1)}
+            script.missing = [f"{name}={value!r}" for name, value in bounds.items()]
+            arguments += keyword_sources((name, getattr(scale, name)) for name in _SCALER_ARGUMENTS)
         script.lines.append(call_source("scaler = torch.amp.GradScaler(", arguments))
         backward, step = "scaler.scale(loss).backward()", ["scaler.step(optimizer)", "scaler.update()"]
     step = [*step, "optimizer.zero_grad()"]
@@ -415,7 +423,8 @@ def deepspeed_notes(setting: ExportSource) -> list[str]:
     elif config.precision == "tf32":
         notes.append('TF32 has no key: call torch.set_float32_matmul_precision("high") in the script.')
     if config.loss_scale is not None:
-        notes.append(f"DeepSpeed rounds the measured {_source_in_line(config.loss_scale)}, and has no upper bound.")
+        measured = f"DeepSpeed rounds the measured {_source_in_line(config.loss_scale)}, and has no upper bound."
+        notes.append(_OWN_SCALER if setting.has_own_scaler else measured)
     notes += argument_comments(config)
     handled = {"batch_size", "accumulation_steps", "loss_scale", "as_found", "arguments"}
     if config.precision != "fp8":

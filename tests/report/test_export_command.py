@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from report_samples import recommendation
 
 from autotune_amp.cli import run
-from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.command_template import CommandTemplate
+from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.integrations.export import export, export_source
 
 
 @pytest.fixture
@@ -39,6 +42,17 @@ def test_export_prints_text_and_notes(saved: Recommendation, capsys: pytest.Capt
     document = json.loads(capsys.readouterr().out)
     assert (document["format"], document["to"], document["text"]) == (1, "deepspeed", captured.out)
     assert document["notes"][0] == f"{origin}."
+
+
+def test_a_commands_own_tf32_flags_and_loss_scale_are_kept(saved: Recommendation) -> None:
+    config = AmpConfig(precision="fp16", batch_size=64, loss_scale=LossScale())
+    line = CommandTemplate.of("python train.py")
+    for template in (None, line):
+        hardware = replace(saved.hardware, identity=replace(saved.hardware.identity, type="cuda"))
+        found = replace(saved, config=config, command_template=template, hardware=hardware)
+        text = export(export_source(found, "a study"), "torch").text
+        assert ("allow_tf32" in text, "init_scale=" in text, "max_scale=" in text) == (template is None,) * 3
+        assert ("loss scale" in dict(found.facts())) is (template is None)
 
 
 @pytest.mark.usefixtures("saved")

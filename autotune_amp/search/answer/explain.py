@@ -289,7 +289,8 @@ def _numerical_warnings_and_notes(
         )
     if fidelity is not None and fidelity.verdict == "faithful" and not fidelity.has_moved:
         notes.append(f"{sentence(fidelity.reason)} Search again with a learning rate above 0 to check the updates too.")
-    if MODES[chosen_runs.candidate.precision].takes_scaler and scale is None:
+    is_calibrated_here = "calibration" in ledger.space.checks  # of a command the loss scale is the script's own
+    if MODES[chosen_runs.candidate.precision].takes_scaler and scale is None and is_calibrated_here:
         why = why_uncalibrated or "the search ended before that, or fp16 was not among the fastest settings"
         notes.append(f"The loss scale is GradScaler's default: it was not calibrated, since {sentence(why)}")
     if scale is None and num_skips and MODES[chosen_runs.candidate.precision].takes_scaler:
