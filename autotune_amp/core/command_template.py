@@ -18,6 +18,7 @@ from autotune_amp.core.setting import Setting
 
 # Placeholders that each trial fills with values of its own, besides those of its setting.
 TRIAL_PLACEHOLDERS = ("seed", "trial_dir", "port")
+EXAMPLE_VALUES = {"trial_dir": "OUTPUT_DIR", "seed": "0", "port": "29500"}  # of those placeholders, for a training run
 _NUMBERS = ("batch_size", "accumulation_steps", "num_workers")
 _NAMES = ("precision", *_NUMBERS, *TRIAL_PLACEHOLDERS)
 # Names of further parameters in the Optuna study of a search.
@@ -193,6 +194,19 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         ]
         commands = [self.filled({**today, **other, **trial_values}, "TRIAL_DIR")[0] for other in ({}, *others)]
         return list(dict.fromkeys(commands))
+
+    def for_training(self) -> tuple[str, ...]:
+        """Return the arguments with `EXAMPLE_VALUES` for the placeholders of a trial that have no present value. Other
+        placeholders are kept.
+        """
+
+        def fill(match: re.Match[str]) -> str:
+            placeholder = _placeholder_from_match(match)
+            if placeholder is None or placeholder.today is not None:
+                return match[0]
+            return EXAMPLE_VALUES.get(placeholder.name, match[0])
+
+        return tuple(_BRACES.sub(fill, argument) for argument in self.arguments)
 
     def plan_line(self) -> str:
         """Return a line for the user on what a search can set, as far as that is known without running the command."""

@@ -53,7 +53,7 @@ from msgspec import UNSET, UnsetType
 
 from autotune_amp.core import evidence as explain
 from autotune_amp.core import markup
-from autotune_amp.core.command_template import CommandTemplate
+from autotune_amp.core.command_template import EXAMPLE_VALUES, CommandTemplate
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.documents import (
     Count,
@@ -302,8 +302,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         """
         template = self.command_template
         assert template is not None
-        example_values = {"trial_dir": "OUTPUT_DIR", "seed": 0, "port": 29500}
-        trial_values = {name: value for name, value in example_values.items() if template.today(name) is None}
+        trial_values = {name: value for name, value in EXAMPLE_VALUES.items() if template.today(name) is None}
         return template.of_setting(self.config, study.as_posix(), **trial_values)
 
     def to_json(self) -> str:

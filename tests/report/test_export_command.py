@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from msgspec.structs import replace
 from report_samples import recommendation
 
 from autotune_amp.cli import run
+from autotune_amp.command.run import command_to_start
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.config import AmpConfig, LossScale
 from autotune_amp.core.recommendation import Recommendation
@@ -53,6 +55,23 @@ def test_a_commands_own_tf32_flags_and_loss_scale_are_kept(saved: Recommendation
         text = export(export_source(found, "a study"), "torch").text
         assert ("allow_tf32" in text, "init_scale=" in text, "max_scale=" in text) == (template is None,) * 3
         assert ("loss scale" in dict(found.facts())) is (template is None)
+
+
+def test_the_training_job_of_slurm_has_a_folder_in_place_of_that_of_a_trial(
+    saved: Recommendation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path("studies/latest/recommendation.json")
+    line = "torchrun --master_port {port} t.py --out {trial_dir}/x --x '{{port}} ${port}' --bs {batch_size=4}"
+    found = replace(saved, command_template=CommandTemplate.of(line))
+    found.save(path)
+    assert run(["export", "--to", "slurm"]) == 0
+    jobs = capsys.readouterr().out.splitlines()
+    job = next(each for each in jobs if each.startswith("srun autotune-amp run")).removesuffix(" &")
+    assert any(each.startswith("# Replace OUTPUT_DIR") for each in jobs)
+    command = shlex.split(job)[5:]
+    assert command_to_start(command, found, path).arguments == tuple(
+        shlex.split("torchrun --master_port 29500 t.py --out OUTPUT_DIR/x --x '{port} ${port}' --bs 64")
+    )
 
 
 @pytest.mark.usefixtures("saved")
