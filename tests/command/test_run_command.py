@@ -212,7 +212,9 @@ def test_regions_follow_the_controller_down(run: Run) -> None:
 
 
 def test_a_scripts_own_scale_and_tf32_flags_stay_as_the_trials_of_a_command_had_them(run: Run) -> None:
-    script = SCALED.replace("{scaler}", "torch.amp.GradScaler('cpu', 2.0**10, growth_interval=1)").replace("{after}", "")
+    script = SCALED.replace("{scaler}", "torch.amp.GradScaler('cpu', 2.0**10, growth_interval=1)").replace(
+        "{after}", ""
+    )
     found = recommendation("fp16", line=CommandTemplate.of("python train.py"), loss_scale=LossScale())
     done = run(f"{script}\nprint('cudnn', torch.backends.cudnn.allow_tf32)", found)
     assert done.returncode == 0, done.stderr
