@@ -113,9 +113,10 @@ class SettingHooks:
                 args, kwargs = args[:_ENABLED], {**kwargs, "enabled": self.values["precision"] == "fp16"}
             original(scaler, *args, **kwargs)
             self._has_scaler = self._has_scaler or scaler.is_enabled()
-            if self._controller_of is not None and is_made_by_user and self._controller is None:
-                self._controller = self._controller_of(scaler)
-                if self._controller is not None:
+            if self._controller_of is not None and is_made_by_user:
+                controller = self._controller_of(scaler)
+                if controller is not None:
+                    self._controller = controller
                     self._has_scaler = True
                     self.report_set("scaler", "GradScaler's place", None, "PrecisionController")
 
