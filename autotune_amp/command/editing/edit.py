@@ -33,6 +33,7 @@ _ACCUMULATION_ARGUMENTS = {
 # Modules that create a framework's object from command-line arguments, and the prefix of these arguments.
 _PREFIX_BY_PARSER = {
     "transformers.hf_argparser": "--",
+    "trl.scripts._hf_argparser": "--",
     "lightning.pytorch.cli": "--trainer.",
     "jsonargparse": "--trainer.",
 }
