@@ -88,7 +88,7 @@ class Site(AgentMessage, frozen=True, kw_only=True, tag="site"):
     end: tuple[int, int] | None
     maker: str
     parameters: tuple[str, ...]
-    values: dict[str, bool | int | float | str | None]
+    values: dict[str, bool | int | str | None]
     loader: str | None = None
     dataset: int | None = None
 

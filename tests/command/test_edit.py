@@ -382,18 +382,20 @@ def test_a_scaler_is_turned_off_where_that_is_its_own(scaler: str, after: str) -
     assert found.command[-1] == "--amp"
 
 
-def test_fp16_needs_a_scaler_and_sets_its_scale() -> None:
+def test_fp16_needs_a_scaler_and_its_scale_is_set_by_hand() -> None:
     scale = LossScale(init_scale=1024.0, growth_interval=100)
     text = SCALED.format("GradScaler('cpu', enabled=False)", "bfloat16")
     region = site(
         "autocast", text, "torch.autocast('cpu', dtype=torch.bfloat16)", values={"dtype": "bfloat16", "enabled": True}
     )
     today = RunSetting(precision="bf16", batch_size=32, accumulation_steps=1)
-    values = {"enabled": False, "init_scale": 65536.0, "growth_interval": 2000}
-    scaler = site("scaler", text, "GradScaler('cpu', enabled=False)", values=values)
-    found = edited(text, region, scaler, today=today, precision="fp16", loss_scale=scale)
-    assert "GradScaler('cpu', enabled=True, init_scale=1024.0, growth_interval=100)" in only(found)
-    without = edited(text, region, today=today, precision="fp16", loss_scale=scale)
+    scaler = site("scaler", text, "GradScaler('cpu', enabled=False)", values={"enabled": False})
+    assert "GradScaler('cpu', enabled=True)" in only(
+        edited(text, region, scaler, today=today, precision="fp16", loss_scale=LossScale())
+    )
+    (by_hand,) = edited(text, region, scaler, today=today, precision="fp16", loss_scale=scale).by_hand
+    assert "init_scale=1024.0, growth_interval=100" in by_hand.what
+    without = edited(text, region, today=today, precision="fp16", loss_scale=LossScale())
     assert (without.texts, len(without.by_hand)) == ({}, 2)
 
 

@@ -110,8 +110,6 @@ def edit(sources: Mapping[str, str], facts: CommandFacts, config: AmpConfig, com
         editor.add_changes(
             list(editor.precision_changes()) or [editor.manual_precision_change()], precision=config.precision
         )
-    if config.loss_scale is not None:
-        editor.add_changes(editor.loss_scale_changes(config.loss_scale))
     if config.num_workers not in (None, facts.today.num_workers):
         editor.add_changes(editor.worker_changes(), num_workers=config.num_workers)
     by_hand = [*editor.by_hand, *_changes_outside_scripts(config)]
@@ -128,9 +126,13 @@ def edit(sources: Mapping[str, str], facts: CommandFacts, config: AmpConfig, com
 
 
 def _changes_outside_scripts(config: AmpConfig) -> Iterator[ManualChange]:
-    """Yield the instructions for settings that no edited call sets: modules kept in fp32, variants of the training,
-    and environment variables.
+    """Yield the instructions for settings that no edited call sets: a calibrated loss scale, modules kept in fp32,
+    variants of the training, and environment variables.
     """
+    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+    scales = [(name, getattr(config.loss_scale or LossScale(), name)) for name in names]
+    if changed := [f"{name}={value!r}" for name, value in scales if value != getattr(LossScale(), name)]:
+        yield ManualChange(where="the GradScaler", what=f"set {', '.join(changed)}")
     if config.pinned_modules:
         yield ManualChange(where="the model", what=f"keep the modules {', '.join(config.pinned_modules)} in fp32")
     for name in left_to_script(config, handled=("pinned_modules", "num_workers")):
@@ -252,14 +254,6 @@ class _Editor:
         """
         what = f"find what sets {self.facts.today.precision} here: the observed calls do not"
         return _manual_change(self.facts.step_line, what)
-
-    def loss_scale_changes(self, scale: LossScale) -> Iterator[tuple[ManualChange, _Change]]:
-        """Yield the changes of the arguments of the script's own GradScalers."""
-        for site in self._sites_of("scaler"):
-            for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval"):
-                value = getattr(scale, name)
-                if site.values.get(name, value) != value:
-                    yield self._change(site, name, f"{value!r}")
 
     def _sites_of(self, kind: str) -> list[Site]:
         return [site for site in self.facts.sites if site.kind == kind]
