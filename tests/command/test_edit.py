@@ -338,6 +338,28 @@ def test_a_region(call: str, values: dict[str, Any], precision: str, after: str)
     assert found.expected.precision == precision
 
 
+@pytest.mark.parametrize(
+    ("other", "precision", "is_said"),
+    [
+        ("torch.autocast('cuda')", "bf16", True),
+        ("torch.autocast('cuda', torch.float16)", "bf16", True),
+        ("torch.autocast('cuda', dtype=torch.bfloat16)", "bf16", False),
+        ("torch.autocast('cuda', enabled=False)", "bf16", False),
+        ("torch.autocast('cuda', dtype=dtype)", "bf16", False),  # perhaps edited with the training's
+        ("torch.autocast('cuda')", "fp32", True),
+        ("torch.autocast('cuda', enabled=args.amp)", "fp32", False),
+    ],
+)
+def test_a_region_that_no_training_step_enters_is_named(other: str, precision: str, is_said: bool) -> None:
+    call = "torch.autocast('cuda', torch.float16, True)"
+    text = f"import torch\nwith {call}:\n    loss = model(x)\nwith torch.no_grad(), {other}:\n    model(x)\n"
+    seen = site("autocast", text, call, values={"dtype": "float16", "enabled": True})
+    today = RunSetting(precision="fp16", batch_size=32, accumulation_steps=1)
+    found = edited(text, seen, today=today, precision=precision, device="cuda")
+    assert found.texts
+    assert [each.where for each in found.by_hand] == [f"{PATH}:4"] * is_said
+
+
 def test_the_name_by_which_a_file_knows_torch_is_kept() -> None:
     text = "import torch as th\nwith th.autocast('cpu', dtype=th.float16):\n    pass\n"
     seen = site("autocast", text, "th.autocast('cpu', dtype=th.float16)", values={"dtype": "float16", "enabled": True})

@@ -37,6 +37,7 @@ _PREFIX_BY_PARSER = {
     "lightning.pytorch.cli": "--trainer.",
     "jsonargparse": "--trainer.",
 }
+_REGION_PARAMETERS = ("device_type", "dtype", "enabled", "cache_enabled")  # of torch.autocast
 _TF32_SWITCH, _TF32_FLAG = "set_float32_matmul_precision", "allow_tf32"
 
 
@@ -110,6 +111,7 @@ def edit(sources: Mapping[str, str], facts: CommandFacts, config: AmpConfig, com
         editor.add_changes(
             list(editor.precision_changes()) or [editor.manual_precision_change()], precision=config.precision
         )
+        editor.by_hand += editor.unobserved_regions()
     if config.num_workers not in (None, facts.today.num_workers):
         editor.add_changes(editor.worker_changes(), num_workers=config.num_workers)
     by_hand = [*editor.by_hand, *_changes_outside_scripts(config)]
@@ -254,6 +256,25 @@ class _Editor:
         """
         what = f"find what sets {self.facts.today.precision} here: the observed calls do not"
         return _manual_change(self.facts.step_line, what)
+
+    def unobserved_regions(self) -> Iterator[ManualChange]:
+        """Yield the instructions for autocast calls beside the observed ones, as around an evaluation, whose own
+        arguments set another precision.
+        """
+        dtype, sites = _DTYPES.get(self.config.precision), self._sites_of("autocast")
+        observed = {(script, line) for script, line in map(self._script, sites)}
+        default = "bfloat16" if self.facts.device == "cpu" else "float16"
+        for script in self.scripts.values() if sites and self._framework is None else ():
+            for call in script.calls_of("autocast"):
+                given = script.argument_value(call, "dtype", _REGION_PARAMETERS)
+                enabled = script.argument_value(call, "enabled", _REGION_PARAMETERS)
+                is_always_on = enabled is None or (isinstance(enabled, ast.Constant) and enabled.value is True)
+                own_dtype = default if given is None else given.attr if isinstance(given, ast.Attribute) else dtype
+                is_off = isinstance(enabled, ast.Constant) and not enabled.value
+                differs = is_always_on if dtype is None else own_dtype != dtype and not is_off
+                if differs and (script, call.lineno) not in observed:
+                    argument = "enabled=False" if dtype is None else f"dtype=torch.{dtype}"
+                    yield ManualChange(where=f"{script.path}:{call.lineno}", what=f"autocast({argument}) here too")
 
     def _sites_of(self, kind: str) -> list[Site]:
         return [site for site in self.facts.sites if site.kind == kind]
