@@ -370,6 +370,14 @@ def test_a_command_keeps_its_own_loss_scale_and_nothing_is_said_of_a_calibration
     assert "calibrated" not in " ".join(decided(log, space=space).notes)
 
 
+def test_a_command_whose_loader_has_workers_is_told_how_more_are_tried() -> None:
+    log = Log().add(FP32, 100.0).confirm(FP32, *[measured(100.0, data_seconds=0.2)] * 3)
+    command = described(num_workers=None, missing_placeholders=("{num_workers=8}",))
+    (warning,) = [each for each in decided(log, description=command).warnings if "data loader" in each]
+    assert "{num_workers=8}" in warning
+    assert "itself" not in warning
+
+
 def test_steps_skipped_without_a_loss_scale_are_said() -> None:
     chosen = at("bf16", 32)
     log = Log().add(FP32, 100.0).add(chosen, 200.0).confirm(FP32, *[100.0] * 3)
