@@ -22,7 +22,6 @@ class _OfRank(AgentMessage, frozen=True, kw_only=True):
 class Hello(AgentMessage, frozen=True, kw_only=True, tag="hello"):
     """Message that a Python process has started."""
 
-    parent_pid: int
     python: str
 
 
