@@ -16,7 +16,7 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.core.setting import Setting
 
-# Placeholders that each trial fills with values of its own, besides those of its setting.
+# Placeholders that a trial fills besides those of its setting.
 TRIAL_PLACEHOLDERS = ("seed", "trial_dir", "port")
 EXAMPLE_VALUES = {"trial_dir": "OUTPUT_DIR", "seed": "0", "port": "29500"}  # of those placeholders, for a training run
 _NUMBERS = ("batch_size", "accumulation_steps", "num_workers")
@@ -65,13 +65,13 @@ class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
 class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
     """A training command with placeholders that a setting fills.
 
-    Placeholders are ``batch_size``, ``precision``, ``accumulation_steps``, ``num_workers``, and ``seed``,
-    ``trial_dir``, ``port``, which differ for each trial; any other name is one of the user's own. Doubled braces become
-    single ones; a shell's ``${NAME}`` and braces that cannot be a placeholder are kept. `values` maps names of
-    precisions to the command's own names, such as ``{"bf16": "bf16-mixed"}``. `files` maps the names of settings files
-    with placeholders to their texts; each name occurs in an argument or in an earlier file, where it is changed to the
-    path of a filled copy for each trial. With `keeps_effective_batch_size` the script itself accumulates so that the
-    effective batch size does not change.
+    Placeholders are ``batch_size``, ``precision``, ``accumulation_steps``, ``num_workers``, and those of a trial:
+    ``trial_dir`` and ``port``, which differ for each, and ``seed``, which is that of the search. Any other name is one
+    of the user's own. Doubled braces become single ones; a shell's ``${NAME}`` and braces that cannot be a placeholder
+    are kept. `values` maps names of precisions to the command's own names, such as ``{"bf16": "bf16-mixed"}``. `files`
+    maps the names of settings files with placeholders to their texts; each name occurs in an argument or in an earlier
+    file, where it is changed to the path of a filled copy for each trial. With `keeps_effective_batch_size` the script
+    itself accumulates so that the effective batch size does not change.
     """
 
     arguments: tuple[str, ...]
