@@ -45,7 +45,8 @@ def install(settings: dict[str, Any]) -> None:
 
     num_steps = last_watched = 0
     unstepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that have taken no step yet
-    make_optimizer = Optimizer.__init__
+    optimizer_class: Any = Optimizer
+    make_optimizer = optimizer_class.__init__
 
     @functools.wraps(make_optimizer)
     def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -65,7 +66,7 @@ def install(settings: dict[str, Any]) -> None:
         if num_steps >= last_watched and (not unstepped or num_steps == last_watched + _MAX_STEPS_OF_OTHERS):
             passes.unwatch_modules()
 
-    Optimizer.__init__ = __init__  # type: ignore[method-assign]
+    optimizer_class.__init__ = __init__
     hooks = [register_optimizer_step_post_hook(count_step)]
 
     def exclude_hook_from_graphs(dynamo: Any) -> None:  # else a compiled `optimizer.step` would trace the hook

@@ -221,7 +221,8 @@ def _in_autocast(hooks: SettingHooks, forward: Any, device: str) -> Any:
     @functools.wraps(original)
     def forward_in_autocast(*args: Any, **kwargs: Any) -> Any:
         dtype = hooks._target_dtype()
-        if dtype in (..., None) or torch.jit.is_tracing() or torch.compiler.is_exporting():
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if dtype in (..., None) or is_traced or torch.compiler.is_exporting():
             return original(*args, **kwargs)
         hooks._num_forwards += 1
         try:
