@@ -192,6 +192,6 @@ def _slurm_jobs(recommendation: Recommendation, study: Path, origin: str) -> Exp
     arguments += ["--out", str(study.parent), "--study", study.name]
     trained = to_command_line(template) if template is not None else target and [target]
     searching = trained and [*arguments, *trained]
-    training = None if template is None else template.arguments
+    training = None if template is None else template.for_training()
     on_ray = template is None and options.can_use_ray
     return slurm(searching, training, name=study.name, study=study.as_posix(), origin=origin, can_use_ray=on_ray)

@@ -1,14 +1,14 @@
 """Training commands as workloads: placeholders are filled, the command is run as a trial, and its steps are observed.
 
 **Placeholders.** `{batch_size}`, `{precision}`, `{accumulation_steps}` and `{num_workers}` are the values that are
-tried; `{seed}`, `{trial_dir}` and `{port}` differ from trial to trial. `'{precision:bf16=--bf16|fp32=}'` (quoted for
-the shell) inserts no argument or several: the choice without arguments is today's; otherwise name today's, as in
-`'{precision=fp32:bf16=--dtype bf16|fp32=--dtype fp32}'`. `--value` gives the command's name for a precision. `--file`
-names a settings file with placeholders; each trial gets a filled copy, and a file that another one names is given after
-it. A value that a file holds in several places has choices in each, with words of its own, also inside the braces of
-JSON: `"bf16": {"enabled": {precision=bf16:bf16=true|fp32=false}}`. Doubled braces, as in `{{epoch}}`, reach the
-training run as single ones; `${NAME}`, JSON, `{}` and formats such as `{date:%Y}` are left alone. In Python:
-`recommend_config(CommandTemplate.of("python train.py --bs {batch_size=32}"))`.
+tried; `{trial_dir}` and `{port}` differ from trial to trial; `{seed}` is that of `--seed`, the same in all.
+`'{precision:bf16=--bf16|fp32=}'` (quoted for the shell) inserts no argument or several: the choice without arguments is
+today's; otherwise name today's, as in `'{precision=fp32:bf16=--dtype bf16|fp32=--dtype fp32}'`. `--value` gives the
+command's name for a precision. `--file` names a settings file with placeholders; each trial gets a filled copy, and a
+file that another one names is given after it. A value that a file holds in several places has choices in each, with
+words of its own, also inside the braces of JSON: `"bf16": {"enabled": {precision=bf16:bf16=true|fp32=false}}`. Doubled
+braces, as in `{{epoch}}`, reach the training run as single ones; `${NAME}`, JSON, `{}` and formats such as `{date:%Y}`
+are left alone. In Python: `recommend_config(CommandTemplate.of("python train.py --bs {batch_size=32}"))`.
 
 **Your own arguments.** A placeholder with any other name lists the values to try of an argument of the command, today's
 first: `--attn {attn=sdpa:eager|flash_attention_2}`, `--optim '{optim=adamw_torch:adamw_torch_fused}'`, or with

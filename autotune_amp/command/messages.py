@@ -22,7 +22,6 @@ class _OfRank(AgentMessage, frozen=True, kw_only=True):
 class Hello(AgentMessage, frozen=True, kw_only=True, tag="hello"):
     """Message that a Python process has started."""
 
-    parent_pid: int
     python: str
 
 
@@ -88,7 +87,7 @@ class Site(AgentMessage, frozen=True, kw_only=True, tag="site"):
     end: tuple[int, int] | None
     maker: str
     parameters: tuple[str, ...]
-    values: dict[str, bool | int | float | str | None]
+    values: dict[str, bool | int | str | None]
     loader: str | None = None
     dataset: int | None = None
 

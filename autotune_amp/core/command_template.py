@@ -16,8 +16,9 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.core.setting import Setting
 
-# Placeholders that each trial fills with values of its own, besides those of its setting.
+# Placeholders that a trial fills besides those of its setting.
 TRIAL_PLACEHOLDERS = ("seed", "trial_dir", "port")
+EXAMPLE_VALUES = {"trial_dir": "OUTPUT_DIR", "seed": "0", "port": "29500"}  # of those placeholders, for a training run
 _NUMBERS = ("batch_size", "accumulation_steps", "num_workers")
 _NAMES = ("precision", *_NUMBERS, *TRIAL_PLACEHOLDERS)
 # Names of further parameters in the Optuna study of a search.
@@ -64,13 +65,13 @@ class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
 class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
     """A training command with placeholders that a setting fills.
 
-    Placeholders are ``batch_size``, ``precision``, ``accumulation_steps``, ``num_workers``, and ``seed``,
-    ``trial_dir``, ``port``, which differ for each trial; any other name is one of the user's own. Doubled braces become
-    single ones; a shell's ``${NAME}`` and braces that cannot be a placeholder are kept. `values` maps names of
-    precisions to the command's own names, such as ``{"bf16": "bf16-mixed"}``. `files` maps the names of settings files
-    with placeholders to their texts; each name occurs in an argument or in an earlier file, where it is changed to the
-    path of a filled copy for each trial. With `keeps_effective_batch_size` the script itself accumulates so that the
-    effective batch size does not change.
+    Placeholders are ``batch_size``, ``precision``, ``accumulation_steps``, ``num_workers``, and those of a trial:
+    ``trial_dir`` and ``port``, which differ for each, and ``seed``, which is that of the search. Any other name is one
+    of the user's own. Doubled braces become single ones; a shell's ``${NAME}`` and braces that cannot be a placeholder
+    are kept. `values` maps names of precisions to the command's own names, such as ``{"bf16": "bf16-mixed"}``. `files`
+    maps the names of settings files with placeholders to their texts; each name occurs in an argument or in an earlier
+    file, where it is changed to the path of a filled copy for each trial. With `keeps_effective_batch_size` the script
+    itself accumulates so that the effective batch size does not change.
     """
 
     arguments: tuple[str, ...]
@@ -197,6 +198,19 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         ]
         commands = [self.filled({**today, **other, **trial_values}, "TRIAL_DIR")[0] for other in ({}, *others)]
         return list(dict.fromkeys(commands))
+
+    def for_training(self) -> tuple[str, ...]:
+        """Return the arguments with `EXAMPLE_VALUES` for the placeholders of a trial that have no present value. Other
+        placeholders are kept.
+        """
+
+        def fill(match: re.Match[str]) -> str:
+            placeholder = _placeholder_from_match(match)
+            if placeholder is None or placeholder.today is not None:
+                return match[0]
+            return EXAMPLE_VALUES.get(placeholder.name, match[0])
+
+        return tuple(_BRACES.sub(fill, argument) for argument in self.arguments)
 
     def plan_line(self) -> str:
         """Return a line for the user on what a search can set, as far as that is known without running the command."""

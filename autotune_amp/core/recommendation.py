@@ -53,7 +53,7 @@ from msgspec import UNSET, UnsetType
 
 from autotune_amp.core import evidence as explain
 from autotune_amp.core import markup
-from autotune_amp.core.command_template import CommandTemplate
+from autotune_amp.core.command_template import EXAMPLE_VALUES, CommandTemplate
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.documents import (
     Count,
@@ -302,8 +302,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         """
         template = self.command_template
         assert template is not None
-        example_values = {"trial_dir": "OUTPUT_DIR", "seed": 0, "port": 29500}
-        trial_values = {name: value for name, value in example_values.items() if template.today(name) is None}
+        trial_values = {name: value for name, value in EXAMPLE_VALUES.items() if template.today(name) is None}
         return template.of_setting(self.config, study.as_posix(), **trial_values)
 
     def to_json(self) -> str:
@@ -384,7 +383,8 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     def facts(self) -> list[tuple[str, str]]:
         """Return (label, text) pairs for all facts about the recommended config."""
         config, evidence, workload = self.config, self.evidence, self.workload
-        joules, scale = evidence.joules_per_sample, config.loss_scale
+        joules = evidence.joules_per_sample
+        scale = config.loss_scale if self.command_template is None else None  # a script has its own
         limit_bytes = self.options.get("memory_limit")
         accumulation = evidence.accumulation if config.accumulation_steps > 1 else None
         pauses = {"an evaluation": evidence.evaluation_seconds, "a checkpoint": evidence.checkpoint_seconds}
@@ -481,6 +481,16 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         details = {"Evidence": markup.definition_list(further), "Notes": self.notes_html()}
         folded = (markup.collapsible(name, body) for name, body in details.items() if body)
         return markup.notebook_box(title, self.answer_html(), self.warnings_html(), *folded)
+
+    @property
+    def training_config(self) -> AmpConfig:
+        """Return the config to train with: that of a command keeps the script's own TF32 flags (`as_found`), as its
+        trials did, unless it leaves the script's precision for fp32 or TF32, which are set by these flags.
+        """
+        precision, today = self.config.precision, self.workload and self.workload.today.precision
+        is_set_by_flags = precision == "tf32" or (precision == "fp32" and today != "fp32")
+        keeps_flags = self.command_template is not None and not is_set_by_flags
+        return msgspec.structs.replace(self.config, as_found=True) if keeps_flags else self.config
 
     @property
     def num_ranks(self) -> int:

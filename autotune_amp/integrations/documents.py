@@ -10,25 +10,26 @@ from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import AUTOCAST_DTYPES
 
 
-def accelerate_config(config: AmpConfig, device_type: str = "cuda") -> dict[str, Any]:
-    """Return the content of the file that ``accelerate config`` writes, for one process on one device (keys as of
+def accelerate_config(config: AmpConfig, device_type: str = "cuda", num_processes: int = 1) -> dict[str, Any]:
+    """Return the content of the file that ``accelerate config`` writes, for processes on one machine (keys as of
     Accelerate 1.15).
 
-    It has the precision and the device; Accelerate refuses other keys. The precision is ``"no"`` (fp32) if modules are
-    pinned or for fp16 on a CPU, which a plain Accelerator cannot train. For fp8 it is the bf16 of the other layers;
-    ``prepare`` sets up the fp8 layers, and compiles.
+    It has the precision, the device and the number of processes; Accelerate refuses other keys. The precision is
+    ``"no"`` (fp32) if modules are pinned or for fp16 on a CPU, which a plain Accelerator cannot train. For fp8 it is
+    the bf16 of the other layers; ``prepare`` sets up the fp8 layers, and compiles.
     """
     is_cast = config.precision in AUTOCAST_DTYPES and (device_type, config.precision) != ("cpu", "fp16")
+    is_multi = num_processes > 1
     return {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
-        "distributed_type": "NO",
+        "distributed_type": f"MULTI_{'GPU' if device_type == 'cuda' else device_type.upper()}" if is_multi else "NO",
         "enable_cpu_affinity": False,
         "machine_rank": 0,
         "main_training_function": "main",
         "mixed_precision": config.autocast_precision if is_cast and not config.pinned_modules else "no",
         "num_machines": 1,
-        "num_processes": 1,
+        "num_processes": num_processes,
         "rdzv_backend": "static",
         "same_network": True,
         "use_cpu": device_type == "cpu",

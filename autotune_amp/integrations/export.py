@@ -63,13 +63,27 @@ def export_source(recommendation: Recommendation, origin: str) -> ExportSource:
     evidence, workload = recommendation.evidence, recommendation.workload
     check = evidence.accumulation
     return ExportSource(
-        recommendation.config,
+        _config_of_rank(recommendation.training_config, 1 if workload is None else workload.num_sharing),
         recommendation.hardware.identity.type,
+        has_own_scaler=recommendation.command_template is not None,
         loss=check.verdict if check is not None and check.verdict in ("sum", "weighted") else "mean",
         share=f"({check.weighted_by})" if check is not None and check.weighted_by else "the items of the loss's mean",
         is_loop=workload is not None and workload.is_loop,
         origin=origin,
+        num_ranks=recommendation.num_ranks,
     )
+
+
+def _config_of_rank(config: AmpConfig, num_sharing: int) -> AmpConfig:
+    """Return the config with the batch sizes of one of the `num_sharing` ranks that divide each batch."""
+    size = max(1, config.batch_size // num_sharing)
+    plans = [
+        msgspec.structs.replace(plan, batch_size=max(1, plan.batch_size // num_sharing))
+        if isinstance(plan, FallbackPlan)
+        else plan
+        for plan in config.fallback
+    ]
+    return msgspec.structs.replace(config, batch_size=size, fallback=plans)
 
 
 def export(setting: ExportSource, to: str) -> Export:
@@ -96,7 +110,7 @@ def accelerate_file(setting: ExportSource) -> Export:
 
     `notes` name a precision that a plain Accelerator cannot train in.
     """
-    launch_config = accelerate_config(setting.config, setting.device_type)
+    launch_config = accelerate_config(setting.config, setting.device_type, setting.num_ranks)
     script = ExportedScript(setting, "", "This file", "the script that `autotune-amp export --to accelerate` prints")
     notes: tuple[str, ...] = ()
     if setting.config.precision in AUTOCAST_DTYPES and launch_config["mixed_precision"] == "no":
@@ -129,7 +143,14 @@ def is_exported(text: str) -> bool:
 
 SHEBANG = "#!/usr/bin/env bash\n"
 WIDTH = 100  # characters of a line, if it can be broken
-UNCHANGED_FLAGS = "Measured with the script's own TF32 flags and autocast: they are kept."
+UNCHANGED_FLAGS = "Measured with the script's own TF32 flags: they are kept."
+_STARTS_OF_RANKS = {
+    "torch": ": torchrun --nproc_per_node {}, with DistributedDataParallel(model) and a DistributedSampler",
+    "transformers": ": torchrun --nproc_per_node {}",
+    "accelerate": ": accelerate launch --num_processes {}",
+    "lightning": ": Trainer(devices={})",
+}
+_OWN_SCALER = "Measured with the script's own GradScaler: give the loss scale the arguments of that one."
 _SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
@@ -141,6 +162,8 @@ class ExportSource:
     share: if `loss` is "weighted", the items in words that weigh a batch, such as ``(labels != -100)``.
     is_loop: the training has its own ``train_step(state, batch, amp)``.
     origin: a line with the study, setting and speed.
+    has_own_scaler: fp16 was measured with the script's own GradScaler, and not with the config's loss scale.
+    num_ranks: number of processes that trained together, each with batches of the config's size.
     """
 
     config: AmpConfig
@@ -149,6 +172,17 @@ class ExportSource:
     share: str = ""
     is_loop: bool = False
     origin: str = ""
+    has_own_scaler: bool = False
+    num_ranks: int = 1
+
+    def rank_comments(self, target: str) -> list[str]:
+        """Return a comment on the number of processes that trained together and how to start them, if there are
+        several.
+        """
+        if self.num_ranks == 1:
+            return []
+        start = _STARTS_OF_RANKS.get(target, "").format(self.num_ranks)
+        return [f"Measured on {self.num_ranks} processes, each with batches of this size{start}."]
 
     def loss_division_comments(self, framework: str) -> list[str]:
         """Return a comment on how to scale the loss, if dividing it by the accumulation steps is not correct."""
@@ -183,6 +217,9 @@ class ExportedScript:
                 if any("torch." in line.partition("#")[0] for line in lines):
                     self.imports.add("import torch")
         self.comments += argument_comments(setting.config)
+        self.comments += setting.rank_comments(target)
+        if setting.has_own_scaler and setting.config.loss_scale is not None:
+            self.comments.append(_OWN_SCALER)
         if exports := export_lines(setting.config):
             self.comments += ["Before Python starts, in the shell:", *(f"  {line}" for line in exports)]
 
@@ -319,10 +356,12 @@ def torch(setting: ExportSource) -> str:
         forward = _block(f'with torch.autocast("{setting.device_type}", dtype={dtype}):', forward)
     backward, step = "loss.backward()", ["optimizer.step()"]
     if (scale := config.loss_scale) is not None:
-        bounds = {"hysteresis": scale.hysteresis, "min_scale": scale.floor, "max_scale": scale.max_scale}
-        script.missing = [f"{name}={value!r}" for name, value in bounds.items() if (name, value) != ("hysteresis", 1)]
-        scaler_arguments = keyword_sources((name, getattr(scale, name)) for name in _SCALER_ARGUMENTS)
-        arguments = [f'"{setting.device_type}"', *scaler_arguments]
+        arguments = [f'"{setting.device_type}"']
+        if not setting.has_own_scaler:
+            bounds = {"hysteresis": scale.hysteresis, "min_scale": scale.floor, "max_scale": scale.max_scale}
+            bounds = {name: value for name, value in bounds.items() if (name, value) != ("hysteresis", 1)}
+            script.missing = [f"{name}={value!r}" for name, value in bounds.items()]
+            arguments += keyword_sources((name, getattr(scale, name)) for name in _SCALER_ARGUMENTS)
         script.lines.append(call_source("scaler = torch.amp.GradScaler(", arguments))
         backward, step = "scaler.scale(loss).backward()", ["scaler.step(optimizer)", "scaler.update()"]
     step = [*step, "optimizer.zero_grad()"]
@@ -415,14 +454,15 @@ def deepspeed_notes(setting: ExportSource) -> list[str]:
     elif config.precision == "tf32":
         notes.append('TF32 has no key: call torch.set_float32_matmul_precision("high") in the script.')
     if config.loss_scale is not None:
-        notes.append(f"DeepSpeed rounds the measured {_source_in_line(config.loss_scale)}, and has no upper bound.")
+        measured = f"DeepSpeed rounds the measured {_source_in_line(config.loss_scale)}, and has no upper bound."
+        notes.append(_OWN_SCALER if setting.has_own_scaler else measured)
     notes += argument_comments(config)
     handled = {"batch_size", "accumulation_steps", "loss_scale", "as_found", "arguments"}
     if config.precision != "fp8":
         handled.add("precision")
     if missing := unexpressed_fields(config, handled):
         notes.append(f"The JSON cannot express {'; '.join(missing)}: another --to can.")
-    return [*notes, *setting.loss_division_comments("DeepSpeed")]
+    return [*notes, *setting.rank_comments("deepspeed"), *setting.loss_division_comments("DeepSpeed")]
 
 
 _TEXTS: dict[str, Callable[[ExportSource], str]] = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autotune_amp.core.command_template import EXAMPLE_VALUES
 from autotune_amp.core.text import shell_line
 from autotune_amp.integrations.export import SHEBANG, Export, origin_comment
 
@@ -84,6 +85,8 @@ def slurm(
     ]
     if training is None:
         lines.append(f"# Replace {training_command} with your training command.")
+    elif (folder := EXAMPLE_VALUES["trial_dir"]) in training_command:
+        lines.append(f"# Replace {folder} with the folder that your training run writes.")
     if searching is not None:
         lines.append("# The search's --storage is left out, since it may hold a password: add it yourself.")
     lines += ["set -euo pipefail", ""]

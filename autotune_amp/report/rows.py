@@ -275,4 +275,6 @@ def origin_line(path: Path, recommendation: Recommendation) -> str:
     config, evidence = recommendation.config, recommendation.evidence
     source = path.parent if path.name == "recommendation.json" and path.parent.name else path
     unconfirmed = "" if evidence.is_confirmed else ", unconfirmed"
-    return one_line(f"{source}: {Setting.of(config)}, measured at {rate(evidence.samples_per_second)}{unconfirmed}")
+    ranks = f" of all {recommendation.num_ranks} ranks" if recommendation.num_ranks > 1 else ""
+    speed = f"{rate(evidence.samples_per_second)}{ranks}{unconfirmed}"
+    return one_line(f"{source}: {Setting.of(config)}, measured at {speed}")

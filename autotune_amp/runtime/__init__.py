@@ -79,8 +79,9 @@ It adds:
   controller goes back and reports it. With neither `attach` nor `controller.autocast()` the controller only scales,
   guards and advises, and reports that at the first step; if ten steps in a row fail it stops with `NoRungFitsError`,
   which names the lines to change. A copy of the model, such as an EMA, does not follow later moves.
-* **Flags.** It sets the process's TF32 flags to those of the precision, as the search's trials do; a config *as
-  found* (`config.as_found`: your own flags were measured and recommended) keeps yours until it steps down.
+* **Flags.** It sets the process's TF32 flags to those of the precision, as the trials of a workload do; a config *as
+  found* (`config.as_found`: your own flags were measured and recommended), and that of a command's recommendation,
+  keeps yours until it steps down.
 * **Checkpoints** hold all of it: `state_dict()` has GradScaler's keys on top, loads a plain GradScaler's state, and
   can be loaded with `torch.load(weights_only=True)`.
 * **Several ranks decide alike**: they agree on whether a step is finite before any of them steps (DDP, FSDP, fused or

@@ -157,7 +157,8 @@ class PrecisionController(torch.amp.GradScaler):
     ) -> PrecisionController:
         """Return a controller for the config in a ``recommendation.json``; `options` are the constructor's."""
         recommendation = Recommendation.load(path)
-        return cls(recommendation.config, device, **{"measured_flops": recommendation.measured_flops, **options})
+        own_options = {"measured_flops": recommendation.measured_flops, **options}
+        return cls(recommendation.training_config, device, **own_options)
 
     # The loop: autocast, backward, unscale_, step, update.
 

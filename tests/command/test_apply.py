@@ -291,7 +291,8 @@ def test_what_cannot_be_applied(forked_apply: Apply, tmp_path: Path) -> None:
 
 TRANSFORMERS = """
 import torch
-from transformers import BertConfig, BertForSequenceClassification, HfArgumentParser, Trainer, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, HfArgumentParser, Trainer
+from transformers import Seq2SeqTrainingArguments as TrainingArguments
 
 class Sentences(torch.utils.data.Dataset):
     def __len__(self):

@@ -338,6 +338,28 @@ def test_a_region(call: str, values: dict[str, Any], precision: str, after: str)
     assert found.expected.precision == precision
 
 
+@pytest.mark.parametrize(
+    ("other", "precision", "is_said"),
+    [
+        ("torch.autocast('cuda')", "bf16", True),
+        ("torch.autocast('cuda', torch.float16)", "bf16", True),
+        ("torch.autocast('cuda', dtype=torch.bfloat16)", "bf16", False),
+        ("torch.autocast('cuda', enabled=False)", "bf16", False),
+        ("torch.autocast('cuda', dtype=dtype)", "bf16", False),  # perhaps edited with the training's
+        ("torch.autocast('cuda')", "fp32", True),
+        ("torch.autocast('cuda', enabled=args.amp)", "fp32", False),
+    ],
+)
+def test_a_region_that_no_training_step_enters_is_named(other: str, precision: str, is_said: bool) -> None:
+    call = "torch.autocast('cuda', torch.float16, True)"
+    text = f"import torch\nwith {call}:\n    loss = model(x)\nwith torch.no_grad(), {other}:\n    model(x)\n"
+    seen = site("autocast", text, call, values={"dtype": "float16", "enabled": True})
+    today = RunSetting(precision="fp16", batch_size=32, accumulation_steps=1)
+    found = edited(text, seen, today=today, precision=precision, device="cuda")
+    assert found.texts
+    assert [each.where for each in found.by_hand] == [f"{PATH}:4"] * is_said
+
+
 def test_the_name_by_which_a_file_knows_torch_is_kept() -> None:
     text = "import torch as th\nwith th.autocast('cpu', dtype=th.float16):\n    pass\n"
     seen = site("autocast", text, "th.autocast('cpu', dtype=th.float16)", values={"dtype": "float16", "enabled": True})
@@ -382,18 +404,20 @@ def test_a_scaler_is_turned_off_where_that_is_its_own(scaler: str, after: str) -
     assert found.command[-1] == "--amp"
 
 
-def test_fp16_needs_a_scaler_and_sets_its_scale() -> None:
+def test_fp16_needs_a_scaler_and_its_scale_is_set_by_hand() -> None:
     scale = LossScale(init_scale=1024.0, growth_interval=100)
     text = SCALED.format("GradScaler('cpu', enabled=False)", "bfloat16")
     region = site(
         "autocast", text, "torch.autocast('cpu', dtype=torch.bfloat16)", values={"dtype": "bfloat16", "enabled": True}
     )
     today = RunSetting(precision="bf16", batch_size=32, accumulation_steps=1)
-    values = {"enabled": False, "init_scale": 65536.0, "growth_interval": 2000}
-    scaler = site("scaler", text, "GradScaler('cpu', enabled=False)", values=values)
-    found = edited(text, region, scaler, today=today, precision="fp16", loss_scale=scale)
-    assert "GradScaler('cpu', enabled=True, init_scale=1024.0, growth_interval=100)" in only(found)
-    without = edited(text, region, today=today, precision="fp16", loss_scale=scale)
+    scaler = site("scaler", text, "GradScaler('cpu', enabled=False)", values={"enabled": False})
+    assert "GradScaler('cpu', enabled=True)" in only(
+        edited(text, region, scaler, today=today, precision="fp16", loss_scale=LossScale())
+    )
+    (by_hand,) = edited(text, region, scaler, today=today, precision="fp16", loss_scale=scale).by_hand
+    assert "init_scale=1024.0, growth_interval=100" in by_hand.what
+    without = edited(text, region, today=today, precision="fp16", loss_scale=LossScale())
     assert (without.texts, len(without.by_hand)) == ({}, 2)
 
 

@@ -233,11 +233,21 @@ with torch.no_grad():
 import pickle
 again = pickle.loads(pickle.dumps(whole))
 assert again(x, y)["outputs"][0].dtype == torch.float32
-assert "InRegion" not in type(again.forward).__name__, "a pickled model is as the script wrote it"
+assert "wraps" not in "".join(dir(again.forward)), "a pickled model is as the script wrote it"
 """
     rank = ran(LOADER + text, precision="bf16")
     assert precision_of(rank) == "bf16"
     assert the("precision", rank).what == "the forward of Whole"
+
+
+def test_a_model_that_is_exported_has_no_autocast_region(ran: Ran) -> None:
+    text = """
+assert "forward" in vars(model)
+assert "aten::to" not in str(torch.jit.trace(model, x).inlined_graph)
+program = str(torch.export.export(model, (x,)).graph)
+assert "autocast" not in program and "bfloat16" not in program
+"""
+    assert precision_of(ran(LOADER + STEPS + text, precision="bf16")) == "bf16"
 
 
 SCALED = """

@@ -202,6 +202,35 @@ def test_the_controller_in_the_scalers_place(run: Run, scaler: str) -> None:
     assert "bf16 in autocast" in done.stderr
 
 
+FOLDS = """
+import torch
+from torch import nn
+class Net(nn.Linear):
+    def forward(self, x):
+        self.is_cast = torch.is_autocast_enabled("cpu")
+        return super().forward(x)
+for fold in range(2):
+    critic, generator = Net(8, 1), Net(8, 8)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (critic, generator)]
+    scalers = [torch.amp.GradScaler("cpu", enabled=False) for _ in range(2)]
+    for number in range(12):
+        x, is_last = torch.randn(4, 8), number % 6 == 5
+        with torch.set_grad_enabled(is_last):
+            fake = generator(x)
+        scalers[is_last].scale(critic(fake).sum()).backward()
+        scalers[is_last].step(optimizers[is_last])
+        scalers[is_last].update()
+    print(critic.is_cast, generator.is_cast, *(type(each).__name__ for each in scalers))
+"""
+
+
+def test_models_and_scalers_that_are_made_later_are_set_too(run: Run) -> None:
+    done = run(FOLDS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["True True PrecisionController GradScaler"] * 2
+    assert done.stderr.count("second GradScaler") == 1
+
+
 def test_regions_follow_the_controller_down(run: Run) -> None:
     plan = FallbackPlan(precision="fp32", batch_size=16)
     found = recommendation("fp16", fallback=(plan,), loss_scale=LossScale(init_scale=256.0))
@@ -209,6 +238,17 @@ def test_regions_follow_the_controller_down(run: Run) -> None:
     done = run(script.replace("{after}", "scaler.set_precision('fp32')"), found)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1:3] == ["torch.float16 256.0", "torch.float32 1.0"]
+
+
+def test_a_scripts_own_scale_and_tf32_flags_stay_as_the_trials_of_a_command_had_them(run: Run) -> None:
+    script = SCALED.replace("{scaler}", "torch.amp.GradScaler('cpu', 2.0**10, growth_interval=1)").replace(
+        "{after}", ""
+    )
+    found = recommendation("fp16", line=CommandTemplate.of("python train.py"), loss_scale=LossScale())
+    done = run(f"{script}\nprint('cudnn', torch.backends.cudnn.allow_tf32)", found)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert (lines[0], lines[1], lines[-1]) == ("PrecisionController True", "torch.float16 2048.0", "cudnn True")
 
 
 def test_what_the_command_says_itself_is_not_set_from_outside() -> None:

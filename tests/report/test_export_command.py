@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from report_samples import recommendation
+from scripted_backend import described
 
 from autotune_amp.cli import run
-from autotune_amp.core.config import AmpConfig
+from autotune_amp.command.run import command_to_start
+from autotune_amp.core.command_template import CommandTemplate
+from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.integrations.export import export, export_source
 
 
 @pytest.fixture
@@ -39,6 +45,53 @@ def test_export_prints_text_and_notes(saved: Recommendation, capsys: pytest.Capt
     document = json.loads(capsys.readouterr().out)
     assert (document["format"], document["to"], document["text"]) == (1, "deepspeed", captured.out)
     assert document["notes"][0] == f"{origin}."
+
+
+def test_a_commands_own_tf32_flags_and_loss_scale_are_kept(saved: Recommendation) -> None:
+    config = AmpConfig(precision="fp16", batch_size=64, loss_scale=LossScale())
+    line = CommandTemplate.of("python train.py")
+    for template in (None, line):
+        hardware = replace(saved.hardware, identity=replace(saved.hardware.identity, type="cuda"))
+        found = replace(saved, config=config, command_template=template, hardware=hardware)
+        text = export(export_source(found, "a study"), "torch").text
+        assert ("allow_tf32" in text, "init_scale=" in text, "max_scale=" in text) == (template is None,) * 3
+        assert ("loss scale" in dict(found.facts())) is (template is None)
+
+
+def test_a_recommendation_of_eight_ranks_is_exported_for_as_many(
+    saved: Recommendation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload = described(num_ranks=8, num_sharing=8)
+    plan = FallbackPlan(precision="fp32", batch_size=32)
+    config = AmpConfig(precision="bf16", batch_size=64, fallback=(plan,))
+    replace(saved, config=config, workload=workload).save("studies/latest/recommendation.json")
+    texts = {}
+    for target, out in (("torch", "l.py"), ("accelerate", "l.py"), ("accelerate", "a.yaml"), ("deepspeed", "d.json")):
+        assert run(["export", "--to", target, "--out", out]) == 0
+        texts[f"{target} {out}"] = Path(out).read_text() + capsys.readouterr().err
+    assert all("of all 8 ranks" in text and "8 processes" in text for text in texts.values())
+    assert "batch_size=8)" in texts["torch l.py"]
+    assert 'FallbackPlan(precision="fp32", batch_size=4)' in texts["accelerate l.py"]
+    assert "num_processes: 8\n" in texts["accelerate a.yaml"]
+    assert 'distributed_type: "MULTI_CPU"\n' in texts["accelerate a.yaml"]
+    assert '"train_micro_batch_size_per_gpu": 8' in texts["deepspeed d.json"]
+
+
+def test_the_training_job_of_slurm_has_a_folder_in_place_of_that_of_a_trial(
+    saved: Recommendation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path("studies/latest/recommendation.json")
+    line = "torchrun --master_port {port} t.py --out {trial_dir}/x --x '{{port}} ${port}' --bs {batch_size=4}"
+    found = replace(saved, command_template=CommandTemplate.of(line))
+    found.save(path)
+    assert run(["export", "--to", "slurm"]) == 0
+    jobs = capsys.readouterr().out.splitlines()
+    job = next(each for each in jobs if each.startswith("srun autotune-amp run")).removesuffix(" &")
+    assert any(each.startswith("# Replace OUTPUT_DIR") for each in jobs)
+    command = shlex.split(job)[5:]
+    assert command_to_start(command, found, path).arguments == tuple(
+        shlex.split("torchrun --master_port 29500 t.py --out OUTPUT_DIR/x --x '{port} ${port}' --bs 64")
+    )
 
 
 @pytest.mark.usefixtures("saved")

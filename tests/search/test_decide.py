@@ -363,6 +363,21 @@ def test_doubts_are_said(outcome: Measurement, said: str | None) -> None:
     assert said is None or any(said in w for w in warnings)
 
 
+def test_a_command_keeps_its_own_loss_scale_and_nothing_is_said_of_a_calibration() -> None:
+    chosen = at("fp16", 32)
+    log = Log().add(FP32, 100.0).add(chosen, 200.0).confirm(FP32, *[100.0] * 3).confirm(chosen, *[200.0] * 3)
+    space = Space(candidates=(FP32, chosen), baseline=FP32, checks=frozenset({"fidelity"}))
+    assert "calibrated" not in " ".join(decided(log, space=space).notes)
+
+
+def test_a_command_whose_loader_has_workers_is_told_how_more_are_tried() -> None:
+    log = Log().add(FP32, 100.0).confirm(FP32, *[measured(100.0, data_seconds=0.2)] * 3)
+    command = described(num_workers=None, missing_placeholders=("{num_workers=8}",))
+    (warning,) = [each for each in decided(log, description=command).warnings if "data loader" in each]
+    assert "{num_workers=8}" in warning
+    assert "itself" not in warning
+
+
 def test_steps_skipped_without_a_loss_scale_are_said() -> None:
     chosen = at("bf16", 32)
     log = Log().add(FP32, 100.0).add(chosen, 200.0).confirm(FP32, *[100.0] * 3)

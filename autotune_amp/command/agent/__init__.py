@@ -42,7 +42,7 @@ def arm(settings_text: str) -> None:
         after_import("torch", install_settings)
         return
     channel = Channel(settings["socket"])
-    channel.send("hello", parent_pid=os.getppid(), python=".".join(map(str, sys.version_info[:3])))
+    channel.send("hello", python=".".join(map(str, sys.version_info[:3])))
     try:
         trackers.turn_off(channel)
         if settings.get("guard"):

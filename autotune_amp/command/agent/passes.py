@@ -51,6 +51,7 @@ class PassRecorder:
         self._regions: dict[str, None] = {}
         self._tokens: TokenCount | None = None  # in the inputs of the forwards
         self._watches_modules = False
+        self._call_outermost: Any = None  # the patch of `Module.__call__`
 
     def pop_record(self) -> dict[str, Any]:
         """Return the recorded passes since the last call, and clear the record.
@@ -158,9 +159,11 @@ class PassRecorder:
     def watch_modules(self) -> None:
         """Patch Module.__call__, only while no module runs: then torch.compile never traces the patch inside of one."""
         module_class: Any = torch.nn.Module
+        self._watches_modules = True
+        if module_class.__call__ is self._call_outermost:  # not removed since an earlier `unwatch_modules`
+            return
         original = module_class.__call__
         record_forward = self._channel.shield(self._record_forward)
-        self._watches_modules = True
 
         def call_outermost(module: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # a function that calls the module
@@ -176,7 +179,7 @@ class PassRecorder:
                 if self._watches_modules:
                     module_class.__call__ = call_outermost
 
-        module_class.__call__ = call_outermost
+        module_class.__call__ = self._call_outermost = call_outermost
 
     def unwatch_modules(self) -> None:
         """Stop watching modules; the patch is removed at the next call."""

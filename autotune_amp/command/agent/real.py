@@ -7,10 +7,11 @@ import functools
 import os
 import sys
 import traceback
+import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from . import where
 from .imports import after_import
@@ -18,6 +19,8 @@ from .outside import deepspeed_engine
 from .outside.hooks import SettingHooks
 from .passes import NUM_FULLY_WATCHED, PassRecorder
 
+_SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+_MAX_STEPS_OF_OTHERS = 100  # optimizer steps after which an optimizer without a step is not waited for
 _FIELD_NAMES = {"batch_size": "batch size", "accumulation_steps": "accumulation"}
 
 
@@ -40,22 +43,35 @@ def install(settings: dict[str, Any]) -> None:
     if "precision" in setting_hooks.values:
         passes.watch_modules()
 
-    num_steps = 0
+    num_steps = last_watched = 0
+    unstepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that have taken no step yet
+    optimizer_class: Any = Optimizer
+    make_optimizer = optimizer_class.__init__
 
-    def count_step(*_: Any) -> None:
+    @functools.wraps(make_optimizer)
+    def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal last_watched
+        make_optimizer(optimizer, *args, **kwargs)
+        unstepped.add(optimizer)
+        last_watched = num_steps + NUM_FULLY_WATCHED  # not earlier: a second model may train after the first
+        if "precision" in setting_hooks.values:
+            passes.watch_modules()
+
+    def count_step(optimizer: Any, *_: Any) -> None:
         nonlocal num_steps
         num_steps += 1
-        if num_steps == NUM_FULLY_WATCHED:  # not earlier: a second model may train after the first
-            hooks.pop().remove()
-            passes.unwatch_modules()
+        unstepped.discard(optimizer)
+        if num_steps == NUM_FULLY_WATCHED:
             report.print_once()
+        if num_steps >= last_watched and (not unstepped or num_steps == last_watched + _MAX_STEPS_OF_OTHERS):
+            passes.unwatch_modules()
 
+    optimizer_class.__init__ = __init__
     hooks = [register_optimizer_step_post_hook(count_step)]
 
     def exclude_hook_from_graphs(dynamo: Any) -> None:  # else a compiled `optimizer.step` would trace the hook
-        if hooks:
-            hooks.pop().remove()
-            hooks.append(register_optimizer_step_post_hook(dynamo.disable(count_step)))
+        hooks.pop().remove()
+        hooks.append(register_optimizer_step_post_hook(dynamo.disable(count_step)))
 
     after_import("torch._dynamo", exclude_hook_from_graphs)
     atexit.register(report.print_once, at_exit=True)
@@ -65,6 +81,7 @@ class _SettingReport:
     """Report of the values that were set. It replaces the `Channel` of a trial and is printed to stderr."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
+        self.controller: Any = None  # the latest PrecisionController in a GradScaler's place
         self._settings = settings
         self._values_set: list[dict[str, Any]] = []
         self._problems: list[str] = []
@@ -140,12 +157,24 @@ def _description(fields: dict[str, Any]) -> str:
 
 
 def _convert_to_controller(report: _SettingReport, scaler: Any, *, path: str, device: str) -> Any:
-    """Convert the script's GradScaler in place to a PrecisionController and return it; None if that fails."""
+    """Convert the script's GradScaler in place to a PrecisionController and return it; None if that fails, or if the
+    latest one has not trained yet: the two then train together, and the controller guards the first.
+    """
+    if report.controller is not None and not report.controller.status().num_updates:
+        report.add_problem("a second GradScaler stays beside the controller")
+        return None
     original_class, attributes = type(scaler), dict(scaler.__dict__)
     try:
-        from autotune_amp import PrecisionController, Recommendation
+        import msgspec
 
-        config = Recommendation.load(path).config
+        from autotune_amp import PrecisionController, Recommendation
+        from autotune_amp.core.config import LossScale
+
+        recommendation = Recommendation.load(path)
+        config = recommendation.training_config
+        if recommendation.command_template is not None and config.loss_scale is not None and scaler.is_enabled():
+            own = {name: attributes[f"_{name}"] for name in _SCALER_ARGUMENTS}  # as in the trials
+            config = msgspec.structs.replace(config, loss_scale=LossScale(**own))
         scaler.__dict__.clear()
         scaler.__class__ = PrecisionController
         PrecisionController.__init__(scaler, config, device)
@@ -155,4 +184,5 @@ def _convert_to_controller(report: _SettingReport, scaler: Any, *, path: str, de
         scaler.__dict__.update(attributes)
         report.add_problem(f"GradScaler stays, since it cannot become a controller: {error}")
         return None
+    report.controller = scaler
     return scaler

@@ -47,7 +47,8 @@ def watch(channel: Channel, observer: Any) -> None:
         reporter.report("training_arguments", trainer.args, values)
 
     def hook_transformers(module: Any) -> None:
-        reporter.record_calls(module.TrainingArguments)
+        # Subclasses such as Seq2SeqTrainingArguments have a constructor of their own, which calls this method only.
+        reporter.record_calls(module.TrainingArguments, "__post_init__")
         train = module.Trainer.train
 
         @functools.wraps(train)
@@ -94,16 +95,16 @@ class _SiteReporter:
         self._reported: set[tuple[str, str]] = set()
         self._num_entered_regions = 0  # nesting depth of the user's autocast regions
 
-    def record_calls(self, owner: Any) -> None:
-        """Record the call site of each new object of the class `owner`."""
-        original, record_call = owner.__init__, self._channel.shield(self._record_call)
+    def record_calls(self, owner: Any, method: str = "__init__") -> None:
+        """Record the call site of each new object of the class `owner`, whose construction calls `method`."""
+        original, record_call = getattr(owner, method), self._channel.shield(self._record_call)
 
         @functools.wraps(original)
-        def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
+        def recorded(self_: Any, *args: Any, **kwargs: Any) -> None:
             record_call(self_)
             original(self_, *args, **kwargs)
 
-        owner.__init__ = __init__
+        setattr(owner, method, recorded)
 
     def _record_call(self, instance: Any) -> None:
         self._calls[id(instance)] = _call_site(instance)

@@ -33,9 +33,11 @@ _ACCUMULATION_ARGUMENTS = {
 # Modules that create a framework's object from command-line arguments, and the prefix of these arguments.
 _PREFIX_BY_PARSER = {
     "transformers.hf_argparser": "--",
+    "trl.scripts._hf_argparser": "--",
     "lightning.pytorch.cli": "--trainer.",
     "jsonargparse": "--trainer.",
 }
+_REGION_PARAMETERS = ("device_type", "dtype", "enabled", "cache_enabled")  # of torch.autocast
 _TF32_SWITCH, _TF32_FLAG = "set_float32_matmul_precision", "allow_tf32"
 
 
@@ -109,8 +111,7 @@ def edit(sources: Mapping[str, str], facts: CommandFacts, config: AmpConfig, com
         editor.add_changes(
             list(editor.precision_changes()) or [editor.manual_precision_change()], precision=config.precision
         )
-    if config.loss_scale is not None:
-        editor.add_changes(editor.loss_scale_changes(config.loss_scale))
+        editor.by_hand += editor.unobserved_regions()
     if config.num_workers not in (None, facts.today.num_workers):
         editor.add_changes(editor.worker_changes(), num_workers=config.num_workers)
     by_hand = [*editor.by_hand, *_changes_outside_scripts(config)]
@@ -127,9 +128,13 @@ def edit(sources: Mapping[str, str], facts: CommandFacts, config: AmpConfig, com
 
 
 def _changes_outside_scripts(config: AmpConfig) -> Iterator[ManualChange]:
-    """Yield the instructions for settings that no edited call sets: modules kept in fp32, variants of the training,
-    and environment variables.
+    """Yield the instructions for settings that no edited call sets: a calibrated loss scale, modules kept in fp32,
+    variants of the training, and environment variables.
     """
+    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+    scales = [(name, getattr(config.loss_scale or LossScale(), name)) for name in names]
+    if changed := [f"{name}={value!r}" for name, value in scales if value != getattr(LossScale(), name)]:
+        yield ManualChange(where="the GradScaler", what=f"set {', '.join(changed)}")
     if config.pinned_modules:
         yield ManualChange(where="the model", what=f"keep the modules {', '.join(config.pinned_modules)} in fp32")
     for name in left_to_script(config, handled=("pinned_modules", "num_workers")):
@@ -252,13 +257,24 @@ class _Editor:
         what = f"find what sets {self.facts.today.precision} here: the observed calls do not"
         return _manual_change(self.facts.step_line, what)
 
-    def loss_scale_changes(self, scale: LossScale) -> Iterator[tuple[ManualChange, _Change]]:
-        """Yield the changes of the arguments of the script's own GradScalers."""
-        for site in self._sites_of("scaler"):
-            for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval"):
-                value = getattr(scale, name)
-                if site.values.get(name, value) != value:
-                    yield self._change(site, name, f"{value!r}")
+    def unobserved_regions(self) -> Iterator[ManualChange]:
+        """Yield the instructions for autocast calls beside the observed ones, as around an evaluation, whose own
+        arguments set another precision.
+        """
+        dtype, sites = _DTYPES.get(self.config.precision), self._sites_of("autocast")
+        observed = {(script, line) for script, line in map(self._script, sites)}
+        default = "bfloat16" if self.facts.device == "cpu" else "float16"
+        for script in self.scripts.values() if sites and self._framework is None else ():
+            for call in script.calls_of("autocast"):
+                given = script.argument_value(call, "dtype", _REGION_PARAMETERS)
+                enabled = script.argument_value(call, "enabled", _REGION_PARAMETERS)
+                is_always_on = enabled is None or (isinstance(enabled, ast.Constant) and enabled.value is True)
+                own_dtype = default if given is None else given.attr if isinstance(given, ast.Attribute) else dtype
+                is_off = isinstance(enabled, ast.Constant) and not enabled.value
+                differs = is_always_on if dtype is None else own_dtype != dtype and not is_off
+                if differs and (script, call.lineno) not in observed:
+                    argument = "enabled=False" if dtype is None else f"dtype=torch.{dtype}"
+                    yield ManualChange(where=f"{script.path}:{call.lineno}", what=f"autocast({argument}) here too")
 
     def _sites_of(self, kind: str) -> list[Site]:
         return [site for site in self.facts.sites if site.kind == kind]

@@ -227,7 +227,7 @@ def warnings_and_notes(
         *accumulation,
         *unconfirmed,
         *measurement[:1],
-        *_loader_warnings(evidence),
+        *_loader_warnings(evidence, description),
         *memory_warnings(description),
         *_evaluation_memory_warnings(chosen_runs),
     ]
@@ -289,7 +289,8 @@ def _numerical_warnings_and_notes(
         )
     if fidelity is not None and fidelity.verdict == "faithful" and not fidelity.has_moved:
         notes.append(f"{sentence(fidelity.reason)} Search again with a learning rate above 0 to check the updates too.")
-    if MODES[chosen_runs.candidate.precision].takes_scaler and scale is None:
+    is_calibrated_here = "calibration" in ledger.space.checks  # of a command the loss scale is the script's own
+    if MODES[chosen_runs.candidate.precision].takes_scaler and scale is None and is_calibrated_here:
         why = why_uncalibrated or "the search ended before that, or fp16 was not among the fastest settings"
         notes.append(f"The loss scale is GradScaler's default: it was not calibrated, since {sentence(why)}")
     if scale is None and num_skips and MODES[chosen_runs.candidate.precision].takes_scaler:
@@ -320,11 +321,12 @@ def _missing_plan_notes(ledger: Ledger, chosen: Setting, config: AmpConfig) -> l
     ]
 
 
-def _loader_warnings(evidence: Evidence) -> list[str]:
+def _loader_warnings(evidence: Evidence, description: Description) -> list[str]:
     """Return a warning if the data loader limits the speed, with the numbers of workers that were tried."""
     loader = evidence.loader
     if loader is None or evidence.data_share <= ranking.MAX_DATA_SHARE:
         return []
+    placeholder = next((each for each in description.missing_placeholders if "num_workers" in each), None)
     if loader.tried:
         tried = [
             f"{trial.candidate} with {count(trial.num_workers, 'worker')} "
@@ -332,6 +334,8 @@ def _loader_warnings(evidence: Evidence) -> list[str]:
             for trial in loader.tried
         ]
         next_step = f"Tried: {', '.join(tried)}. To go faster, make a sample take less time to load."
+    elif placeholder is not None:
+        next_step = f"Write {placeholder} where the command takes its number of workers: more of them are then tried."
     elif loader.num_workers is None:
         next_step = "The data makes its batches itself, without workers: make a sample take less time to load."
     else:
