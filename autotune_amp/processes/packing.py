@@ -18,8 +18,7 @@ _USE_BARE_MODEL = "Pass the model without its wrapper: a trial runs on one devic
 _MAKE_IN_FUNCTION = "Make it inside a function that the trial calls (model, data and optimizer may all be functions)."
 _COMPILE_ELSEWHERE = "Call compile() inside a function that makes the model, or pass torch.compile(model)."
 
-# Types of objects tied to a process group, which a trial does not have. FSDP's parameters are DTensors. The modules
-# are looked up in sys.modules: if one is not imported, the workload has no such object.
+# Types of objects tied to a process group, which a trial does not have. FSDP's parameters are DTensors.
 _PROCESS_GROUP_TYPES = (("torch.distributed.tensor", "DTensor"), ("torch.distributed", "ProcessGroup"))
 
 
@@ -28,15 +27,18 @@ def pack(source: WorkloadSource) -> bytes:
 
     It is one pickle, so that tied weights and the optimizer's parameters stay shared.
 
-    A model is sent without its DistributedDataParallel wrapper; `unpack` puts all tensors on the CPU. Raises
-    `WorkloadError` with the name of a part that cannot be sent, such as a module compiled in place by `compile()`.
+    A model is sent without its DistributedDataParallel wrapper, an optimizer without Accelerate's. Optimizers are sent
+    without their state, except in a training loop of the user's own: each trial makes new ones. `unpack` puts all
+    tensors on the CPU. Raises `WorkloadError` with the name of a part that cannot be sent, such as a module compiled in
+    place by `compile()`.
     """
     import torch
 
     from autotune_amp.precision import torch_state
 
     buffer = io.BytesIO()
-    module = _pickle_module()
+    is_rebuilt = isinstance(source, Workload) and not source.is_loop
+    module = _pickle_module(has_optimizer_state=not is_rebuilt)
     try:
         torch.save((source, torch_state.capture()), buffer, pickle_module=module)
     except Exception as error:
@@ -54,19 +56,21 @@ def pack(source: WorkloadSource) -> bytes:
     return buffer.getvalue()
 
 
-def _pickle_module() -> Any:
+def _pickle_module(*, has_optimizer_state: bool) -> Any:
     """Return a pickle module for torch.save: cloudpickle, adapted to trials.
 
     A code object keeps the name of its file, which cloudpickle would replace, and, if that is not on disk (as for a
-    notebook cell), the source text. A DataLoader loses its running iterator, which it keeps with persistent workers.
+    notebook cell), the source text. A DataLoader loses its running iterator, which it keeps with persistent workers;
+    optimizers lose their state unless `has_optimizer_state`.
     """
     import cloudpickle
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    types_or_none = (getattr(sys.modules.get(module), name, None) for module, name in _PROCESS_GROUP_TYPES)
-    process_group_types = tuple(kind for kind in types_or_none if isinstance(kind, type))
+    process_group_types = _imported_types(*_PROCESS_GROUP_TYPES)
+    accelerated_types = _imported_types(("accelerate.optimizer", "AcceleratedOptimizer"))
     # Source text by file name. All code objects of a file share one str, which pickle writes only once.
     source_by_file: dict[str, str] = {}
 
@@ -89,9 +93,20 @@ def _pickle_module() -> Any:
                 )
             if isinstance(obj, DistributedDataParallel):
                 return _identity, (obj.module,)
+            if isinstance(obj, accelerated_types):
+                return _identity, (obj.optimizer,)
+            if isinstance(obj, Optimizer) and not has_optimizer_state:
+                make, arguments, attributes, *_ = obj.__reduce_ex__(2)
+                return make, arguments, {**attributes, "state": {}}
             return super().reducer_override(obj)
 
     return types.SimpleNamespace(__name__="cloudpickle", Pickler=Pickler)
+
+
+def _imported_types(*names: tuple[str, str]) -> tuple[type, ...]:
+    """Return the types of these modules and names. If a module is not imported, the workload has no such object."""
+    types_or_none = (getattr(sys.modules.get(module), name, None) for module, name in names)
+    return tuple(kind for kind in types_or_none if isinstance(kind, type))
 
 
 def _code_of_file(file: str, text: str, make: Any, arguments: tuple[Any, ...]) -> types.CodeType:

@@ -129,3 +129,24 @@ def test_code_of_a_script_a_notebook_or_a_string_keeps_its_file_and_a_cells_text
     assert {code.co_filename, *(one.co_filename for one in code.co_consts if hasattr(one, "co_code"))} == {file}
     assert linecache.getline(file, 2) == (text.splitlines(keepends=True)[1] if is_cell else "")
     assert packed.count(b"[part for part in batch]") == is_cell
+
+
+def test_an_optimizer_arrives_without_its_state_and_without_accelerates_wrapper() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    try:
+        prepared = Accelerator(cpu=True).prepare_optimizer(optimizer)
+        for given in (optimizer, prepared, [prepared]):
+            found = arrived(model, given).optimizer
+            (inner,) = found if isinstance(found, list) else [found]
+            assert type(inner) is torch.optim.AdamW
+            assert inner.param_groups[0].keys() == optimizer.param_groups[0].keys()
+            assert not inner.state
+        assert optimizer.state
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
