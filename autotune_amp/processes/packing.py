@@ -29,8 +29,8 @@ def pack(source: WorkloadSource) -> bytes:
 
     A model is sent without its DistributedDataParallel wrapper, an optimizer without Accelerate's. Optimizers are sent
     without their state, except in a training loop of the user's own: each trial makes new ones. `unpack` puts all
-    tensors on the CPU. Raises `WorkloadError` with the name of a part that cannot be sent, such as a module compiled in
-    place by `compile()`.
+    tensors on the CPU; those that were on an accelerator move to a trial's when it starts. Raises `WorkloadError` with
+    the name of a part that cannot be sent, such as a module compiled in place by `compile()`.
     """
     import torch
 
@@ -64,10 +64,12 @@ def _pickle_module(*, has_optimizer_state: bool) -> Any:
     optimizers lose their state unless `has_optimizer_state`.
     """
     import cloudpickle
-    from torch import nn
+    from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
+
+    from autotune_amp.trial.context import restore_on_cpu
 
     process_group_types = _imported_types(*_PROCESS_GROUP_TYPES)
     accelerated_types = _imported_types(("accelerate.optimizer", "AcceleratedOptimizer"))
@@ -93,6 +95,8 @@ def _pickle_module(*, has_optimizer_state: bool) -> Any:
                 )
             if isinstance(obj, DistributedDataParallel):
                 return _identity, (obj.module,)
+            if type(obj) in (Tensor, nn.Parameter) and obj.device.type not in ("cpu", "meta"):
+                return restore_on_cpu, obj.__reduce_ex__(2)[:2]
             if isinstance(obj, accelerated_types):
                 return _identity, (obj.optimizer,)
             if isinstance(obj, Optimizer) and not has_optimizer_state:

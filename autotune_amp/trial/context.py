@@ -6,6 +6,7 @@ import copy
 import inspect
 import random
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
@@ -385,6 +386,24 @@ def _rebuild_optimizer(optimizer: torch.optim.Optimizer, groups: Iterable[Any]) 
             f"Pass a function that makes it: lambda parameters: {cls.__name__}(parameters, ...).",
         )
     return cls(groups, **{name: optimizer.defaults[name] for name in named})
+
+
+_from_accelerator: list[weakref.ref[Tensor]] = []
+
+
+def restore_on_cpu(make: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
+    """Return ``make(*arguments)``, a tensor that a live workload holds on an accelerator, to be moved there later."""
+    tensor = make(*arguments)
+    _from_accelerator.append(weakref.ref(tensor))  # a parameter's data have a tensor of their own, which goes
+    return tensor
+
+
+def move_to_accelerator(device: torch.device) -> None:
+    """Move the tensors of `restore_on_cpu` to the device; they stay the same objects."""
+    for reference in _from_accelerator:
+        if (tensor := reference()) is not None:
+            tensor.data = tensor.data.to(device)
+    _from_accelerator.clear()
 
 
 class Context:

@@ -34,7 +34,7 @@ from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.torch_state import CUDA_FLAGS
 from autotune_amp.trial import data, failures, ranks
-from autotune_amp.trial.context import Context, LoopState, make_optimizer, users_optimizers
+from autotune_amp.trial.context import Context, LoopState, make_optimizer, move_to_accelerator, users_optimizers
 from autotune_amp.trial.energy import EnergyMeter, find_counter
 from autotune_amp.trial.jobs import Check, Describe, FollowerMemory, FollowerTrial, ProbeJob, Trial
 from autotune_amp.trial.judge import failure_from_memory
@@ -273,13 +273,17 @@ def prepare_process(context: Context, spec: Trial | Check) -> tuple[PeakMemory, 
 
 
 def _start_accelerator(device: torch.device) -> float:
-    """Start the device, make it the current one (the "cuda" of the user's code), and return the seconds it took."""
+    """Start the device, make it the current one (the "cuda" of the user's code), and move the user's tensors there.
+
+    Return the seconds it took.
+    """
     if device.type == "cpu":
         return 0.0
     started = time.perf_counter()
     if device.index is not None:
         torch.accelerator.set_device_index(device)
     torch.ones(1, device=device).add_(1)
+    move_to_accelerator(device)
     torch.accelerator.synchronize(device)
     return time.perf_counter() - started
 
