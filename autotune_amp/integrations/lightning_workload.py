@@ -68,18 +68,17 @@ def workload(
     write checkpoints or need a validation (`Checkpoint`, `EarlyStopping`) and those that change the batch size or the
     accumulation are left out. ``fit`` is ended within a step, so that no hook of the end of training runs.
 
-    Raises `WorkloadError` for anything but a LightningModule, for manual optimization, and for data with several
-    loaders.
+    Raises `WorkloadError` for anything but a LightningModule, for manual optimization, for data with several loaders,
+    and, unless ``precision`` is given, for a Trainer whose precision is neither 32-true nor mixed.
     """
     if isinstance(module, LightningModule) or not callable(module):
         _check_module(module)
     fit = _TrainerFunctions(module, *_set_up_data(data), _step_arguments(trainer))
     trainer_options: dict[str, Any] = {"trainer": "Trainer" if trainer is None else type(trainer).__name__}
     if trainer is not None:
-        trainer_options |= {
-            "accumulation_steps": trainer.accumulate_grad_batches,
-            "precision": _PRECISIONS.get(str(trainer.precision)),
-        }
+        trainer_options["accumulation_steps"] = trainer.accumulate_grad_batches
+        if "precision" not in options:
+            trainer_options["precision"] = _precision(trainer)
     return Workload(
         fit.model,
         fit.loss,
@@ -97,7 +96,20 @@ _EXCLUDED_CALLBACKS = (
     *(Checkpoint, EarlyStopping, ModelSummary),
     *(BatchSizeFinder, LearningRateFinder, GradientAccumulationScheduler),
 )
-_PRECISIONS: dict[str, precisions.Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+# None is read from torch's flags.
+_PRECISIONS: dict[str, precisions.Precision | None] = {"32-true": None, "bf16-mixed": "bf16", "16-mixed": "fp16"}
+
+
+def _precision(trainer: Trainer) -> precisions.Precision | None:
+    """Return the precision of the user's Trainer; raise `WorkloadError` for one that a trial cannot have."""
+    name = str(trainer.precision)
+    if name not in _PRECISIONS:
+        raise WorkloadError(
+            f"The Trainer has precision={name!r}, which trials do not have: they train the module as it is.",
+            'Pass a Trainer with "32-true", "bf16-mixed" or "16-mixed", or search the command that starts the '
+            "training: autotune-amp search -- python train.py.",
+        )
+    return _PRECISIONS[name]
 
 
 def _step_arguments(trainer: Trainer | None) -> dict[str, Any]:

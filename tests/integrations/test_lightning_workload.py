@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,3 +76,14 @@ def test_what_is_no_training_of_lightnings_is_refused() -> None:
     with pytest.raises(WorkloadError, match="manual optimization") as raised:
         Workload.from_lightning(by_hand, Data())
     assert "train_step" in raised.value.next_step
+
+
+def test_a_trainer_that_converts_the_module_is_refused_unless_the_precision_is_given(tmp_path: Path) -> None:
+    from lightning_samples import Data, Net, trainer
+
+    with pytest.raises(WorkloadError, match=r"precision='bf16-true'"):
+        Workload.from_lightning(Net(), Data(), trainer(tmp_path, precision="bf16-true"))
+    for name, precision in (("32-true", None), ("bf16-mixed", "bf16")):
+        assert Workload.from_lightning(Net(), Data(), trainer(tmp_path, precision=name)).precision == precision
+    given = Workload.from_lightning(Net(), Data(), trainer(tmp_path, precision="64-true"), precision="fp32")
+    assert given.precision == "fp32"
