@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.core.optimizer import _configure_optimizers, _configure_schedulers_automatic_opt
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -72,14 +73,17 @@ def workload(
     accumulation are left out. ``fit`` is ended within a step, so that no hook of the end of training runs.
 
     Raises `WorkloadError` for anything but a LightningModule, for manual optimization, for data with several loaders,
-    and, unless ``precision`` is given, for a Trainer whose precision is neither 32-true nor mixed.
+    for a Trainer that divides the model among devices (FSDP, DeepSpeed) and, unless ``precision`` is given, for one
+    whose precision is neither 32-true nor mixed.
     """
     if isinstance(module, LightningModule) or not callable(module):
         _check_module(module)
     fit = _TrainerFunctions(module, *_set_up_data(data), _step_arguments(trainer))
     trainer_options: dict[str, Any] = {"trainer": "Trainer" if trainer is None else type(trainer).__name__}
     if trainer is not None:
+        _check_strategy(trainer)
         trainer_options["accumulation_steps"] = trainer.accumulate_grad_batches
+        trainer_options["trainer_ranks"] = trainer.num_devices * trainer.num_nodes
         if "precision" not in options:
             trainer_options["precision"] = _precision(trainer)
     return Workload(
@@ -101,6 +105,15 @@ _EXCLUDED_CALLBACKS = (
 )
 # None is read from torch's flags.
 _PRECISIONS: dict[str, precisions.Precision | None] = {"32-true": None, "bf16-mixed": "bf16", "16-mixed": "fp16"}
+
+
+def _check_strategy(trainer: Trainer) -> None:
+    """Raise `WorkloadError` if the Trainer divides the model among devices."""
+    if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)):
+        raise WorkloadError(
+            f"The Trainer uses {type(trainer.strategy).__name__}, but trials run without it, on one device.",
+            "Pass a Trainer without it, with a model that fits on one device.",
+        )
 
 
 def _precision(trainer: Trainer) -> precisions.Precision | None:

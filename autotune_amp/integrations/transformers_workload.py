@@ -74,6 +74,7 @@ def workload(trainer: Trainer) -> Workload:
         schedule=_SchedulerFactory(sendable),
         fit=_TrainFunction(trainer),
         trainer=type(trainer).__name__,
+        trainer_ranks=max(1, trainer.args.n_gpu),
     )
 
 

@@ -112,6 +112,7 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
         accumulation_steps=workload.accumulation_steps,
         weighs_passes=workload.weighs_passes,
         trainer=workload.trainer,
+        trainer_ranks=workload.trainer_ranks,
         unsettable={
             **({"accumulation_steps": _ACCUMULATION_IN_LOOP} if workload.is_loop else {}),
             **({"fp16": _COMPLEX_IN_FP16} if any(tensor.is_complex() for tensor in trained) else {}),
