@@ -5,8 +5,10 @@ from __future__ import annotations
 import copyreg
 import io
 import linecache
+import pickle
 import sys
 import types
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,28 @@ def _identity(value: Any) -> Any:
     return value
 
 
+def _reduce_for_worker(_: ForkingPickler, obj: Any) -> Any:
+    """Reduce a class or function of `__main__` to its definition, for a loader's worker that is not forked.
+
+    Here `__main__` is not the user's script, in which the worker would look it up.
+    """
+    if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
+        import cloudpickle
+
+        return _restore_definition, (cloudpickle.dumps(obj),)
+    return NotImplemented
+
+
+def _restore_definition(definition: bytes) -> Any:
+    """Return the class or function of `_reduce_for_worker`, and send others back in the same way."""
+    _send_definitions_to_workers()
+    return pickle.loads(definition)  # noqa: S301 - of the process that started this one
+
+
+def _send_definitions_to_workers() -> None:
+    ForkingPickler.reducer_override = _reduce_for_worker  # type: ignore[attr-defined]
+
+
 def unpack(packed: bytes) -> WorkloadSource:
     """Set torch's flags as they were in `pack`, and return its workload, with every tensor on the CPU.
 
@@ -143,5 +167,6 @@ def unpack(packed: bytes) -> WorkloadSource:
     unpacked: tuple[WorkloadSource, dict[str, Any]]
     unpacked = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
     source, state = unpacked
+    _send_definitions_to_workers()
     torch_state.apply_flags(state)
     return source

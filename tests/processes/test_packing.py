@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import linecache
+import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,3 +154,27 @@ def test_an_optimizer_arrives_without_its_state_and_without_accelerates_wrapper(
         assert optimizer.state
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_classes_and_functions_of_main_reach_spawned_workers_of_a_loader() -> None:
+    names: dict[str, Any] = {"__name__": "__main__", "torch": torch}
+    exec(
+        "class Rows(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, index): return Row(index)\n"
+        "class Row:\n"
+        "    def __init__(self, index): self.index = index\n"
+        "def collated(rows): return rows[0]\n",
+        names,
+    )
+    loader: Any = torch.utils.data.DataLoader(names["Rows"](), collate_fn=names["collated"])
+    found: Any = unpack(pack(Workload(Net(), lambda model, batch: model(batch).sum(), loader))).data
+    sent = bytes(ForkingPickler.dumps((found.dataset, found.collate_fn)))
+    source = (
+        "import pickle, sys; from multiprocessing.reduction import ForkingPickler;"
+        "dataset, collated = pickle.loads(sys.stdin.buffer.read());"
+        "sys.stdout.buffer.write(ForkingPickler.dumps(collated([dataset[3]])))"
+    )
+    done = subprocess.run([sys.executable, "-c", source], input=sent, capture_output=True, check=True)
+    row = pickle.loads(done.stdout)
+    assert (row.index, type(row)) == (3, type(found.dataset[0]))
