@@ -31,13 +31,21 @@ def pack(source: WorkloadSource) -> bytes:
 
     A model is sent without its DistributedDataParallel wrapper, an optimizer without Accelerate's. Optimizers are sent
     without their state, except in a training loop of the user's own: each trial makes new ones. `unpack` puts all
-    tensors on the CPU; those that were on an accelerator move to a trial's when it starts. Raises `WorkloadError` with
-    the name of a part that cannot be sent, such as a module compiled in place by `compile()`.
+    tensors on the CPU; those that were on an accelerator move to a trial's when it starts. Raises `WorkloadError` if
+    torch has another default device, or with the name of a part that cannot be sent, such as a module compiled in place
+    by `compile()`.
     """
     import torch
 
     from autotune_amp.precision import torch_state
 
+    default_device = torch.get_default_device()
+    if default_device.type != "cpu":
+        raise WorkloadError(
+            f"torch's default device is {default_device}; that of a trial is the CPU.",
+            'Call torch.set_default_device("cpu") before the search, and name the device where your code makes '
+            "tensors and generators.",
+        )
     buffer = io.BytesIO()
     is_rebuilt = isinstance(source, Workload) and not source.is_loop
     module = _pickle_module(has_optimizer_state=not is_rebuilt)

@@ -178,3 +178,9 @@ def test_classes_and_functions_of_main_reach_spawned_workers_of_a_loader() -> No
     done = subprocess.run([sys.executable, "-c", source], input=sent, capture_output=True, check=True)
     row = pickle.loads(done.stdout)
     assert (row.index, type(row)) == (3, type(found.dataset[0]))
+
+
+def test_another_default_device_is_refused_since_a_trial_would_not_have_it() -> None:
+    with torch.device("meta"), pytest.raises(WorkloadError, match="default device is meta") as caught:
+        pack(workload_of(Net()))
+    assert "torch.set_default_device" in caught.value.next_step
