@@ -187,8 +187,8 @@ def alone(num_ranks: int, device: str) -> tuple[str, ...]:
     """Return a warning that one of `num_ranks` ranks was measured alone; empty for a single rank."""
     beside = ", and their load was not on the CPU" if device == "cpu" else ""
     warning = (
-        f"Measured on one of {num_ranks} ranks while the others waited: gradients were not exchanged{beside}. A rank "
-        "will be slower than this in training."
+        f"Measured on one of {num_ranks} ranks alone: gradients were not exchanged{beside}. A rank will be slower than "
+        "this in training."
     )
     return (warning,) if num_ranks > 1 else ()
 

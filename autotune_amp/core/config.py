@@ -47,7 +47,7 @@ def allocator_variable(mode: str, environment: Mapping[str, str]) -> dict[str, s
 
 
 def _must_be(struct: msgspec.Struct, names: str, expected: str, is_valid: Callable[[Any], bool]) -> None:
-    """Raise `InvalidRequestError` for the first field for which `is_right(value)` is false.
+    """Raise `InvalidRequestError` for the first field for which `is_valid(value)` is false.
 
     `names` lists the fields to check, separated by blanks; `expected` completes "it must be …" in the message.
     """

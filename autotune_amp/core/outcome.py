@@ -457,7 +457,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     the user's code takes the training steps. `accumulation_steps` is the present number of passes per optimizer step;
     with `weighs_passes` the training code weights them, with `keeps_effective_batch_size` it takes as many as give
     the same number of samples at every batch size. `trainer` names the framework's loop used for confirmation,
-    None for that of the trials. `unsettable` maps a precision, or the name of a dimension, to the reason why it cannot
+    None for that of the trials, and `trainer_ranks` the number of devices that it trains on, of which trials use one.
+    `unsettable` maps a precision, or the name of a dimension, to the reason why it cannot
     be changed; `notes` are for the user. Throughput is that of all `num_ranks` ranks together, of which `num_sharing`
     divide each batch among them; `is_ranked` if they are started by the search, and not by the command itself;
     `has_unused_parameters` is known only then. `checks` are the
@@ -497,6 +498,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     weighs_passes: bool = False
     keeps_effective_batch_size: bool = False
     trainer: str | None = None
+    trainer_ranks: Count = 1
     unsettable: dict[str, str] = {}
     notes: tuple[str, ...] = ()
     num_ranks: Count = 1

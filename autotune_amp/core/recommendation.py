@@ -340,11 +340,14 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         return self.explain()
 
     def explain(self) -> str:
-        """Return the answer, the variables to set, the warnings and further facts as a few lines of plain text."""
+        """Return the answer, the variables to set, the warnings and further facts as a few lines of plain text.
+
+        Advice names arguments of Python.
+        """
         exports = [("before Python starts", line) for line in explain.export_lines(self.config)]
-        warnings = [("warning", in_python(one_line(warning))) for warning in self.warnings]
+        warnings = [("warning", one_line(warning)) for warning in self.warnings]
         lines = [*self.answer(), *exports, *warnings, *self.further_facts()]
-        return "\n".join(f"{label}: {text}" for label, text in lines)
+        return in_python("\n".join(f"{label}: {text}" for label, text in lines))
 
     @property
     def is_kept(self) -> bool:
@@ -430,7 +433,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         return explain.utilization_line(self.utilization)
 
     def further_facts(self) -> list[tuple[str, str]]:
-        """Return the pairs of `definition_list` that neither `answer` nor the warnings contain."""
+        """Return the pairs of `facts` that neither `answer` nor the warnings contain."""
         answered = {*_ANSWER_LABELS, *dict(self.answer())}
         return [fact for fact in self.facts() if fact[0] not in answered]
 
@@ -480,7 +483,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         title = f"{self.title()}: {explain.config_line(self.config, self.num_batches)}"
         details = {"Evidence": markup.definition_list(further), "Notes": self.notes_html()}
         folded = (markup.collapsible(name, body) for name, body in details.items() if body)
-        return markup.notebook_box(title, self.answer_html(), self.warnings_html(), *folded)
+        return in_python(markup.notebook_box(title, self.answer_html(), self.warnings_html(), *folded))
 
     @property
     def training_config(self) -> AmpConfig:

@@ -139,6 +139,7 @@ class Workload:
     schedule    ``schedule(optimizer)``: makes the learning rate's schedulers, in a list, stepped after each step
     fit         ``fit(fitting)``: trains in the loop of a framework, named by `trainer`; the promised speed is
                 measured in its steps. See `Fitting`.
+    trainer_ranks: the number of devices that the framework's loop trains on at the same time; trials use one
 
     Evaluation and checkpoint are run during the confirmation of a recommendation, so that its memory holds for a whole
     training run. Raises `WorkloadError` for arguments of another type.
@@ -164,6 +165,7 @@ class Workload:
         schedule: Callable[[Any], Any] | None = None,
         fit: Callable[[Fitting], None] | None = None,
         trainer: str | None = None,
+        trainer_ranks: int = 1,
     ) -> None:
         self.model = model
         self.loss = loss
@@ -182,6 +184,7 @@ class Workload:
         self.schedule = schedule
         self.fit = fit
         self.trainer = trainer
+        self.trainer_ranks = trainer_ranks
         self._check_parts()
         self._check_present_setting()
 

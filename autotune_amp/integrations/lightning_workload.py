@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.core.optimizer import _configure_optimizers, _configure_schedulers_automatic_opt
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -38,8 +39,11 @@ from autotune_amp.core import precisions
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.workload import Fitting, OptimizersOfModel, Workload, type_name
+from autotune_amp.dimensions.live_training import LiveTraining
+from autotune_amp.dimensions.optimizer_impl import OPTIMIZER_IMPL
 from autotune_amp.integrations.bridge import hold_after_last_step, replace_attributes
 from autotune_amp.integrations.lightning import NO_LOGGING, AutotunePrecision, training_loss
+from autotune_amp.precision.modes import MODES
 
 __all__ = ["workload"]
 
@@ -68,18 +72,20 @@ def workload(
     write checkpoints or need a validation (`Checkpoint`, `EarlyStopping`) and those that change the batch size or the
     accumulation are left out. ``fit`` is ended within a step, so that no hook of the end of training runs.
 
-    Raises `WorkloadError` for anything but a LightningModule, for manual optimization, and for data with several
-    loaders.
+    Raises `WorkloadError` for anything but a LightningModule, for manual optimization, for data with several loaders,
+    for a Trainer that divides the model among devices (FSDP, DeepSpeed) and, unless ``precision`` is given, for one
+    whose precision is neither 32-true nor mixed.
     """
     if isinstance(module, LightningModule) or not callable(module):
         _check_module(module)
     fit = _TrainerFunctions(module, *_set_up_data(data), _step_arguments(trainer))
     trainer_options: dict[str, Any] = {"trainer": "Trainer" if trainer is None else type(trainer).__name__}
     if trainer is not None:
-        trainer_options |= {
-            "accumulation_steps": trainer.accumulate_grad_batches,
-            "precision": _PRECISIONS.get(str(trainer.precision)),
-        }
+        _check_strategy(trainer)
+        trainer_options["accumulation_steps"] = trainer.accumulate_grad_batches
+        trainer_options["trainer_ranks"] = trainer.num_devices * trainer.num_nodes
+        if "precision" not in options:
+            trainer_options["precision"] = _precision(trainer)
     return Workload(
         fit.model,
         fit.loss,
@@ -97,7 +103,29 @@ _EXCLUDED_CALLBACKS = (
     *(Checkpoint, EarlyStopping, ModelSummary),
     *(BatchSizeFinder, LearningRateFinder, GradientAccumulationScheduler),
 )
-_PRECISIONS: dict[str, precisions.Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+# None is read from torch's flags.
+_PRECISIONS: dict[str, precisions.Precision | None] = {"32-true": None, "bf16-mixed": "bf16", "16-mixed": "fp16"}
+
+
+def _check_strategy(trainer: Trainer) -> None:
+    """Raise `WorkloadError` if the Trainer divides the model among devices."""
+    if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)):
+        raise WorkloadError(
+            f"The Trainer uses {type(trainer.strategy).__name__}, but trials run without it, on one device.",
+            "Pass a Trainer without it, with a model that fits on one device.",
+        )
+
+
+def _precision(trainer: Trainer) -> precisions.Precision | None:
+    """Return the precision of the user's Trainer; raise `WorkloadError` for one that a trial cannot have."""
+    name = str(trainer.precision)
+    if name not in _PRECISIONS:
+        raise WorkloadError(
+            f"The Trainer has precision={name!r}, which trials do not have: they train the module as it is.",
+            'Pass a Trainer with "32-true", "bf16-mixed" or "16-mixed", or search the command that starts the '
+            "training: autotune-amp search -- python train.py.",
+        )
+    return _PRECISIONS[name]
 
 
 def _step_arguments(trainer: Trainer | None) -> dict[str, Any]:
@@ -233,7 +261,7 @@ class _TrainerFunctions:
         logger = DummyLogger() if self.arguments["logger"] else False  # the copies of loggers in trials are empty
         device = next(module.parameters()).device
         trainer = _new_trainer(
-            **self.arguments | {"callbacks": [*callbacks, _StepReporter(fitting.stepped)], "logger": logger},
+            **self.arguments | {"callbacks": [*callbacks, _StepReporter(fitting)], "logger": logger},
             accelerator="gpu" if device.type == "cuda" else device.type,
             devices=1 if device.index is None else [device.index],
             accumulate_grad_batches=fitting.setting.accumulation_steps,
@@ -273,14 +301,18 @@ def _lightning_modules(module: LightningModule) -> list[LightningModule]:
 
 
 def _precision_plugins(fitting: Fitting, device: torch.device) -> list[Precision]:
-    """Return Lightning's precision plugin, or `AutotunePrecision` for fp16 on a CPU, which Lightning runs as bf16."""
-    if fitting.setting.autocast_precision == "bf16":
-        return [MixedPrecision("bf16-mixed", device.type)]
-    if fitting.setting.precision != "fp16":
+    """Return Lightning's precision plugin, or `AutotunePrecision` where Lightning's own does something else.
+
+    Lightning runs fp16 on a CPU as bf16, and refuses to clip the gradients of a fused optimizer in mixed precision.
+    """
+    setting = fitting.setting
+    if not MODES[setting.precision].uses_autocast:
         return []
-    if device.type == "cpu":
-        return [AutotunePrecision(AmpConfig.of(fitting.setting, loss_scale=fitting.loss_scale))]
-    return [MixedPrecision("16-mixed", device.type, fitting.scaler)]
+    if OPTIMIZER_IMPL.value_in(setting) == "fused" or (setting.precision == "fp16" and device.type == "cpu"):
+        return [AutotunePrecision(AmpConfig.of(setting, loss_scale=fitting.loss_scale))]
+    if setting.precision == "fp16":
+        return [MixedPrecision("16-mixed", device.type, fitting.scaler)]
+    return [MixedPrecision("bf16-mixed", device.type)]
 
 
 def _callbacks_in_steps(callbacks: Any) -> list[Callback]:
@@ -294,14 +326,20 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 
 class _StepReporter(Callback):
-    """Callback that calls `stepped` with the loss after each step, and removes schedulers that need a validation."""
+    """Callback that calls ``fitting.stepped`` with the loss after each step.
 
-    def __init__(self, stepped: Callable[[Any, int], None]) -> None:
-        self._stepped = stepped
+    It gives the Trainer's optimizers the setting's implementation, and removes schedulers that need a validation.
+    """
+
+    def __init__(self, fitting: Fitting) -> None:
+        self._fitting = fitting
         self._num_steps = self._num_batches = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 # a hook
-        """Keep only the schedulers that work without a validation."""
+        """Set the implementation of the optimizers, and keep only the schedulers that work without a validation."""
+        if (implementation := OPTIMIZER_IMPL.value_in(self._fitting.setting)) is not None:
+            live = LiveTraining([], trainer.optimizers, trainer.strategy.root_device)
+            OPTIMIZER_IMPL.change_once(implementation, live)
         configs = [config for config in trainer.strategy.lr_scheduler_configs if not config.reduce_on_plateau]
         trainer.strategy.lr_scheduler_configs = configs
         for config in configs:
@@ -314,7 +352,7 @@ class _StepReporter(Callback):
             return
         num_batches, self._num_batches, self._num_steps = self._num_batches, 0, trainer.global_step
         try:
-            self._stepped(outputs.get("loss") if isinstance(outputs, Mapping) else outputs, num_batches)
+            self._fitting.stepped(outputs.get("loss") if isinstance(outputs, Mapping) else outputs, num_batches)
         except BaseException:
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set without a type
             callbacks[:] = [callback for callback in callbacks if isinstance(callback, ProgressBar)]

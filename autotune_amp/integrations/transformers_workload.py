@@ -21,7 +21,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from autotune_amp.core.config import AmpConfig, training_arguments
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.precisions import Precision
-from autotune_amp.core.workload import Fitting, Workload, type_name
+from autotune_amp.core.workload import Fitting, OptimizersOfModel, Workload, type_name
 from autotune_amp.integrations.bridge import hold_after_last_step, replace_attributes
 from autotune_amp.integrations.transformers import (
     AutotuneCallback,
@@ -65,7 +65,7 @@ def workload(trainer: Trainer) -> Workload:
         model=trainer.model,
         loss=_StepLoss(sendable),
         data=_loader(trainer),
-        optimizer=_template_optimizer(trainer),
+        optimizer=_optimizer(trainer, sendable),
         name=type(trainer.model).__name__,
         accumulation_steps=trainer.args.gradient_accumulation_steps,
         precision=_precision(trainer),
@@ -74,6 +74,7 @@ def workload(trainer: Trainer) -> Workload:
         schedule=_SchedulerFactory(sendable),
         fit=_TrainFunction(trainer),
         trainer=type(trainer).__name__,
+        trainer_ranks=max(1, trainer.args.n_gpu),
     )
 
 
@@ -137,11 +138,30 @@ def _remove_unused_columns(trainer: Trainer, dataset: Any, description: str | No
     return Trainer._remove_unused_columns(trainer, dataset, description)
 
 
-def _template_optimizer(trainer: Trainer) -> torch.optim.Optimizer:
-    """Return the trainer's optimizer, or make it on a copy; only its class and hyperparameters are used."""
-    copied = copy.copy(trainer)
-    optimizer = copied.create_optimizer()
-    return getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it in training
+def _optimizer(trainer: Trainer, sendable: Trainer) -> Any:
+    """Return the optimizer that the user gave the trainer, or a function that makes one of a model as the trainer does.
+
+    In training the trainer sets its own, which is known by its class and defaults.
+    """
+    given = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it in training
+    make = _OptimizerFactory(sendable)
+    if given is not None:
+        own = make(trainer.model)
+        if (type(given), given.defaults) != (type(own), own.defaults):
+            return given
+    return OptimizersOfModel(make)
+
+
+class _OptimizerFactory:
+    """Function ``make(model)``: returns the optimizer that the trainer makes for the model."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def __call__(self, model: nn.Module) -> torch.optim.Optimizer:
+        copied = copy.copy(self._trainer)
+        copied.model, copied.optimizer = model, None
+        return copied.create_optimizer()
 
 
 def _sendable_copy(trainer: Trainer) -> Trainer:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copyreg
 import io
 import linecache
+import pickle
 import sys
 import types
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,7 @@ _USE_BARE_MODEL = "Pass the model without its wrapper: a trial runs on one devic
 _MAKE_IN_FUNCTION = "Make it inside a function that the trial calls (model, data and optimizer may all be functions)."
 _COMPILE_ELSEWHERE = "Call compile() inside a function that makes the model, or pass torch.compile(model)."
 
-# Types of objects tied to a process group, which a trial does not have. FSDP's parameters are DTensors. The modules
-# are looked up in sys.modules: if one is not imported, the workload has no such object.
+# Types of objects tied to a process group, which a trial does not have. FSDP's parameters are DTensors.
 _PROCESS_GROUP_TYPES = (("torch.distributed.tensor", "DTensor"), ("torch.distributed", "ProcessGroup"))
 
 
@@ -28,15 +29,26 @@ def pack(source: WorkloadSource) -> bytes:
 
     It is one pickle, so that tied weights and the optimizer's parameters stay shared.
 
-    A model is sent without its DistributedDataParallel wrapper; `unpack` puts all tensors on the CPU. Raises
-    `WorkloadError` with the name of a part that cannot be sent, such as a module compiled in place by `compile()`.
+    A model is sent without its DistributedDataParallel wrapper, an optimizer without Accelerate's. Optimizers are sent
+    without their state, except in a training loop of the user's own: each trial makes new ones. `unpack` puts all
+    tensors on the CPU; those that were on an accelerator move to a trial's when it starts. Raises `WorkloadError` if
+    torch has another default device, or with the name of a part that cannot be sent, such as a module compiled in place
+    by `compile()`.
     """
     import torch
 
     from autotune_amp.precision import torch_state
 
+    default_device = torch.get_default_device()
+    if default_device.type != "cpu":
+        raise WorkloadError(
+            f"torch's default device is {default_device}; that of a trial is the CPU.",
+            'Call torch.set_default_device("cpu") before the search, and name the device where your code makes '
+            "tensors and generators.",
+        )
     buffer = io.BytesIO()
-    module = _pickle_module()
+    is_rebuilt = isinstance(source, Workload) and not source.is_loop
+    module = _pickle_module(has_optimizer_state=not is_rebuilt)
     try:
         torch.save((source, torch_state.capture()), buffer, pickle_module=module)
     except Exception as error:
@@ -54,19 +66,23 @@ def pack(source: WorkloadSource) -> bytes:
     return buffer.getvalue()
 
 
-def _pickle_module() -> Any:
+def _pickle_module(*, has_optimizer_state: bool) -> Any:
     """Return a pickle module for torch.save: cloudpickle, adapted to trials.
 
     A code object keeps the name of its file, which cloudpickle would replace, and, if that is not on disk (as for a
-    notebook cell), the source text. A DataLoader loses its running iterator, which it keeps with persistent workers.
+    notebook cell), the source text. A DataLoader loses its running iterator, which it keeps with persistent workers;
+    optimizers lose their state unless `has_optimizer_state`.
     """
     import cloudpickle
-    from torch import nn
+    from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    types_or_none = (getattr(sys.modules.get(module), name, None) for module, name in _PROCESS_GROUP_TYPES)
-    process_group_types = tuple(kind for kind in types_or_none if isinstance(kind, type))
+    from autotune_amp.trial.context import restore_on_cpu
+
+    process_group_types = _imported_types(*_PROCESS_GROUP_TYPES)
+    accelerated_types = _imported_types(("accelerate.optimizer", "AcceleratedOptimizer"))
     # Source text by file name. All code objects of a file share one str, which pickle writes only once.
     source_by_file: dict[str, str] = {}
 
@@ -89,9 +105,22 @@ def _pickle_module() -> Any:
                 )
             if isinstance(obj, DistributedDataParallel):
                 return _identity, (obj.module,)
+            if type(obj) in (Tensor, nn.Parameter) and obj.device.type not in ("cpu", "meta"):
+                return restore_on_cpu, obj.__reduce_ex__(2)[:2]
+            if isinstance(obj, accelerated_types):
+                return _identity, (obj.optimizer,)
+            if isinstance(obj, Optimizer) and not has_optimizer_state:
+                make, arguments, attributes, *_ = obj.__reduce_ex__(2)
+                return make, arguments, {**attributes, "state": {}}
             return super().reducer_override(obj)
 
     return types.SimpleNamespace(__name__="cloudpickle", Pickler=Pickler)
+
+
+def _imported_types(*names: tuple[str, str]) -> tuple[type, ...]:
+    """Return the types of these modules and names. If a module is not imported, the workload has no such object."""
+    types_or_none = (getattr(sys.modules.get(module), name, None) for module, name in names)
+    return tuple(kind for kind in types_or_none if isinstance(kind, type))
 
 
 def _code_of_file(file: str, text: str, make: Any, arguments: tuple[Any, ...]) -> types.CodeType:
@@ -111,6 +140,28 @@ def _identity(value: Any) -> Any:
     return value
 
 
+def _reduce_for_worker(_: ForkingPickler, obj: Any) -> Any:
+    """Reduce a class or function of `__main__` to its definition, for a loader's worker that is not forked.
+
+    Here `__main__` is not the user's script, in which the worker would look it up.
+    """
+    if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
+        import cloudpickle
+
+        return _restore_definition, (cloudpickle.dumps(obj),)
+    return NotImplemented
+
+
+def _restore_definition(definition: bytes) -> Any:
+    """Return the class or function of `_reduce_for_worker`, and send others back in the same way."""
+    _send_definitions_to_workers()
+    return pickle.loads(definition)  # noqa: S301 - of the process that started this one
+
+
+def _send_definitions_to_workers() -> None:
+    ForkingPickler.reducer_override = _reduce_for_worker  # type: ignore[attr-defined]
+
+
 def unpack(packed: bytes) -> WorkloadSource:
     """Set torch's flags as they were in `pack`, and return its workload, with every tensor on the CPU.
 
@@ -124,5 +175,6 @@ def unpack(packed: bytes) -> WorkloadSource:
     unpacked: tuple[WorkloadSource, dict[str, Any]]
     unpacked = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
     source, state = unpacked
+    _send_definitions_to_workers()
     torch_state.apply_flags(state)
     return source

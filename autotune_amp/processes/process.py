@@ -128,7 +128,8 @@ class Process:
         """Write a message, followed by raw bytes."""
         assert self._popen.stdin is not None
         try:
-            self._popen.stdin.write(msgspec.json.encode(message) + b"\n" + data)
+            self._popen.stdin.write(msgspec.json.encode(message) + b"\n")
+            self._popen.stdin.write(data)  # not joined with the line, which would copy a whole model
             self._popen.stdin.flush()
         except BrokenPipeError:
             pass  # the process has ended; `wait` reports how

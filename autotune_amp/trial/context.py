@@ -6,6 +6,7 @@ import copy
 import inspect
 import random
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
@@ -321,10 +322,7 @@ def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimize
             "training's own command: autotune-amp search -- python train.py.",
         )
     if not is_function:
-        optimizers = [
-            _rebuild_optimizer(optimizer, workload.model, model, is_only_optimizer=len(optimizers) == 1)
-            for optimizer in optimizers
-        ]
+        optimizers = _rebuild_optimizers(optimizers, workload.model, model)
     own_ids = {id(parameter) for parameter in model.parameters()}
     optimized = chain.from_iterable(map(parameters_of, optimizers))
     if own_ids and not any(id(parameter) in own_ids for parameter in optimized):
@@ -343,33 +341,69 @@ def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimize
     return optimizers[0] if len(optimizers) == 1 else Optimizers(optimizers)
 
 
-def _rebuild_optimizer(
-    optimizer: torch.optim.Optimizer, given_model: Any, model: nn.Module, *, is_only_optimizer: bool
-) -> torch.optim.Optimizer:
-    """Return a new optimizer of the same class over the parameters of `model`, which may be a copy of `given_model`.
+def _rebuild_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], given_model: Any, model: nn.Module
+) -> list[torch.optim.Optimizer]:
+    """Return new optimizers of the same classes over the parameters of `model`, which may be a copy of `given_model`.
 
-    It has the same parameter groups. If those hold other parameters than the model's, it has one group with the
-    optimizer's defaults; then several groups, or an optimizer that is not the only one, raise `WorkloadError`.
+    They have the same parameter groups, with any parameters of the loss. If none of the parameters is the model's, a
+    single optimizer has one group with its defaults; several groups or optimizers raise `WorkloadError`.
     """
-    cls = type(optimizer)
-    defaults = {
-        name: optimizer.defaults[name] for name in inspect.signature(cls).parameters.keys() & optimizer.defaults
-    }
     own_parameters = {id(parameter): parameter for parameter in model.parameters()}
     if isinstance(given_model, nn.Module):
         pairs = zip(given_model.parameters(), model.parameters(), strict=True)
         own_parameters |= {id(original): copied for original, copied in pairs}
-    groups: Iterable[Any] = model.parameters()
-    if all(id(parameter) in own_parameters for group in optimizer.param_groups for parameter in group["params"]):
-        groups = [
-            {**group, "params": [own_parameters[id(p)] for p in group["params"]]} for group in optimizer.param_groups
-        ]
-    elif len(optimizer.param_groups) > 1 or not is_only_optimizer:
+    all_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if any(id(parameter) in own_parameters for group in all_groups for parameter in group["params"]):
+
+        def groups_of(optimizer: torch.optim.Optimizer) -> Iterable[Any]:
+            return [
+                {**group, "params": [own_parameters.get(id(p), p) for p in group["params"]]}
+                for group in optimizer.param_groups
+            ]
+
+        return [_rebuild_optimizer(optimizer, groups_of(optimizer)) for optimizer in optimizers]
+    if len(all_groups) > 1:
         raise WorkloadError(
-            f"An optimizer of {len(optimizer.param_groups)} parameter groups holds parameters of another model.",
+            f"An optimizer of {len(all_groups)} parameter groups holds parameters of another model.",
             "Pass the model instance that it was made for, or a function that makes the optimizer from parameters.",
         )
-    return cls(groups, **defaults)
+    return [_rebuild_optimizer(optimizer, model.parameters()) for optimizer in optimizers]
+
+
+def _rebuild_optimizer(optimizer: torch.optim.Optimizer, groups: Iterable[Any]) -> torch.optim.Optimizer:
+    """Return a new optimizer of the same class and defaults over `groups`.
+
+    Raises `WorkloadError` if the class has an argument whose value is not among the optimizer's defaults.
+    """
+    cls = type(optimizer)
+    _, *arguments = inspect.signature(cls).parameters.values()
+    named = [each.name for each in arguments if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    if unknown := [name for name in named if name not in optimizer.defaults]:
+        raise WorkloadError(
+            f"A trial cannot make an optimizer like this {type_name(optimizer)}: its defaults do not hold the values "
+            f"of {', '.join(unknown)}.",
+            f"Pass a function that makes it: lambda parameters: {cls.__name__}(parameters, ...).",
+        )
+    return cls(groups, **{name: optimizer.defaults[name] for name in named})
+
+
+_from_accelerator: list[weakref.ref[Tensor]] = []
+
+
+def restore_on_cpu(make: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
+    """Return ``make(*arguments)``, a tensor that a live workload holds on an accelerator, to be moved there later."""
+    tensor = make(*arguments)
+    _from_accelerator.append(weakref.ref(tensor))  # a parameter's data have a tensor of their own, which goes
+    return tensor
+
+
+def move_to_accelerator(device: torch.device) -> None:
+    """Move the tensors of `restore_on_cpu` to the device; they stay the same objects."""
+    for reference in _from_accelerator:
+        if (tensor := reference()) is not None:
+            tensor.data = tensor.data.to(device)
+    _from_accelerator.clear()
 
 
 class Context:

@@ -34,7 +34,7 @@ from autotune_amp.hardware.measuring import synchronize
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.torch_state import CUDA_FLAGS
 from autotune_amp.trial import data, failures, ranks
-from autotune_amp.trial.context import Context, LoopState, make_optimizer, users_optimizers
+from autotune_amp.trial.context import Context, LoopState, make_optimizer, move_to_accelerator, users_optimizers
 from autotune_amp.trial.energy import EnergyMeter, find_counter
 from autotune_amp.trial.jobs import Check, Describe, FollowerMemory, FollowerTrial, ProbeJob, Trial
 from autotune_amp.trial.judge import failure_from_memory
@@ -112,6 +112,7 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
         accumulation_steps=workload.accumulation_steps,
         weighs_passes=workload.weighs_passes,
         trainer=workload.trainer,
+        trainer_ranks=workload.trainer_ranks,
         unsettable={
             **({"accumulation_steps": _ACCUMULATION_IN_LOOP} if workload.is_loop else {}),
             **({"fp16": _COMPLEX_IN_FP16} if any(tensor.is_complex() for tensor in trained) else {}),
@@ -273,13 +274,17 @@ def prepare_process(context: Context, spec: Trial | Check) -> tuple[PeakMemory, 
 
 
 def _start_accelerator(device: torch.device) -> float:
-    """Start the device, make it the current one (the "cuda" of the user's code), and return the seconds it took."""
+    """Start the device, make it the current one (the "cuda" of the user's code), and move the user's tensors there.
+
+    Return the seconds it took.
+    """
     if device.type == "cpu":
         return 0.0
     started = time.perf_counter()
     if device.index is not None:
         torch.accelerator.set_device_index(device)
     torch.ones(1, device=device).add_(1)
+    move_to_accelerator(device)
     torch.accelerator.synchronize(device)
     return time.perf_counter() - started
 

@@ -190,6 +190,15 @@ class Logging(Net):
         self.arrived.add("loss_step" in self.trainer.callback_metrics)
 
 
+class Clipped(Net):
+    """Notes whether the optimizer that steps is fused."""
+
+    fused: ClassVar[list[bool]] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.fused.append(bool(optimizer.param_groups[0]["fused"]))
+
+
 class Peaked(Net):
     """Its schedule ends after four steps."""
 

@@ -106,3 +106,16 @@ def test_its_clipping_and_its_schedule_are_in_a_trials_step(tmp_path: Path) -> N
     assert len(set(rates[:4])) == 4
     assert len(set(rates[4:])) == 1
     assert outcome(Workload.from_lightning(Peaked(), loader(), live)).is_own_loop
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_confirmation_steps_with_the_settings_implementation_and_clips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Any
+) -> None:
+    from lightning_samples import Clipped, loader, trainer
+
+    monkeypatch.setattr(Clipped, "fused", [])
+    workload = Workload.from_lightning(Clipped(), loader(), trainer(tmp_path, gradient_clip_val=0.5))
+    found = outcome(workload, precision=precision, optimizer_impl="fused")
+    assert (found.is_own_loop, found.why_not_own_loop) == (True, None)
+    assert set(Clipped.fused) == {True}

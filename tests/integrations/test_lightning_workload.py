@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torch import nn
 from autotune_amp import Workload
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.core.workload import make_workload
+from autotune_amp.precision import torch_state
 from autotune_amp.processes.packing import pack, unpack
-from autotune_amp.trial import data
-from autotune_amp.trial.context import make_model, make_optimizer, users_optimizers
+from autotune_amp.trial import data, worker
+from autotune_amp.trial.context import Context, make_model, make_optimizer, users_optimizers
+from autotune_amp.trial.jobs import Describe
 
 pytestmark = QUIET
 
@@ -75,3 +78,27 @@ def test_what_is_no_training_of_lightnings_is_refused() -> None:
     with pytest.raises(WorkloadError, match="manual optimization") as raised:
         Workload.from_lightning(by_hand, Data())
     assert "train_step" in raised.value.next_step
+
+
+def test_a_trainer_that_converts_the_module_is_refused_unless_the_precision_is_given(tmp_path: Path) -> None:
+    from lightning_samples import Data, Net, trainer
+
+    with pytest.raises(WorkloadError, match=r"precision='bf16-true'"):
+        Workload.from_lightning(Net(), Data(), trainer(tmp_path, precision="bf16-true"))
+    for name, precision in (("32-true", None), ("bf16-mixed", "bf16")):
+        assert Workload.from_lightning(Net(), Data(), trainer(tmp_path, precision=name)).precision == precision
+    given = Workload.from_lightning(Net(), Data(), trainer(tmp_path, precision="64-true"), precision="fp32")
+    assert given.precision == "fp32"
+
+
+def test_a_trainer_of_several_devices_is_known_and_one_that_divides_the_model_is_refused(tmp_path: Path) -> None:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from lightning_samples import Data, Net, trainer
+
+    live = trainer(tmp_path, devices=2, num_nodes=2, strategy="ddp")
+    workload = make_workload(unpack(pack(Workload.from_lightning(Net(), Data(), live))), "a test")
+    spec = Describe(device="cpu", torch_state=torch_state.capture())
+    assert worker.describe(Context(workload), spec, lambda event: None).trainer_ranks == 4
+    divided = trainer(tmp_path, devices=2, strategy=ModelParallelStrategy())
+    with pytest.raises(WorkloadError, match="uses ModelParallelStrategy"):
+        Workload.from_lightning(Net(), Data(), divided)

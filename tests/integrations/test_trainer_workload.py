@@ -230,3 +230,37 @@ def test_what_runs_today_must_be_possible() -> None:
         Workload(build=dict, train_step=lambda state, batch, amp: None, data=sentences(), accumulation_steps=2)
     with pytest.raises(WorkloadError, match=r"precision='int8'"):
         Workload(gpt2, lambda model, batch: model(**batch).loss, sentences(), precision="int8")  # type: ignore[arg-type]
+
+
+class Rounding(torch.optim.SGD):
+    """As the 8-bit ones of bitsandbytes: one argument is an attribute."""
+
+    def __init__(self, params: Any, lr: float = 0.1, *, bits: int = 32) -> None:
+        super().__init__(params, lr=lr)
+        self.bits = bits
+
+
+def test_a_trial_makes_the_optimizer_as_the_trainer_does_or_copies_that_of_the_user(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    class Own(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            if self.optimizer is None:
+                self.optimizer = Rounding(self.model.parameters(), bits=8)
+            return self.optimizer
+
+    live = trainer(tmp_path, Own)
+    for is_trained in (False, True):
+        with another_process():
+            assert trial(Workload.from_trainer(live)).optimizer.bits == 8
+        if not is_trained:
+            live.train()
+    live = trainer(tmp_path)
+    live.optimizer = torch.optim.SGD(live.model.parameters(), lr=0.25)
+    for is_trained in (False, True):
+        with another_process():
+            made = trial(Workload.from_trainer(live)).optimizer
+        assert isinstance(made, torch.optim.SGD)
+        assert made.defaults["lr"] == 0.25
+        if not is_trained:
+            live.train()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import linecache
+import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,3 +133,54 @@ def test_code_of_a_script_a_notebook_or_a_string_keeps_its_file_and_a_cells_text
     assert {code.co_filename, *(one.co_filename for one in code.co_consts if hasattr(one, "co_code"))} == {file}
     assert linecache.getline(file, 2) == (text.splitlines(keepends=True)[1] if is_cell else "")
     assert packed.count(b"[part for part in batch]") == is_cell
+
+
+def test_an_optimizer_arrives_without_its_state_and_without_accelerates_wrapper() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    try:
+        prepared = Accelerator(cpu=True).prepare_optimizer(optimizer)
+        for given in (optimizer, prepared, [prepared]):
+            found = arrived(model, given).optimizer
+            (inner,) = found if isinstance(found, list) else [found]
+            assert type(inner) is torch.optim.AdamW
+            assert inner.param_groups[0].keys() == optimizer.param_groups[0].keys()
+            assert not inner.state
+        assert optimizer.state
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_classes_and_functions_of_main_reach_spawned_workers_of_a_loader() -> None:
+    names: dict[str, Any] = {"__name__": "__main__", "torch": torch}
+    exec(
+        "class Rows(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, index): return Row(index)\n"
+        "class Row:\n"
+        "    def __init__(self, index): self.index = index\n"
+        "def collated(rows): return rows[0]\n",
+        names,
+    )
+    loader: Any = torch.utils.data.DataLoader(names["Rows"](), collate_fn=names["collated"])
+    found: Any = unpack(pack(Workload(Net(), lambda model, batch: model(batch).sum(), loader))).data
+    sent = bytes(ForkingPickler.dumps((found.dataset, found.collate_fn)))
+    source = (
+        "import pickle, sys; from multiprocessing.reduction import ForkingPickler;"
+        "dataset, collated = pickle.loads(sys.stdin.buffer.read());"
+        "sys.stdout.buffer.write(ForkingPickler.dumps(collated([dataset[3]])))"
+    )
+    done = subprocess.run([sys.executable, "-c", source], input=sent, capture_output=True, check=True)
+    row = pickle.loads(done.stdout)
+    assert (row.index, type(row)) == (3, type(found.dataset[0]))
+
+
+def test_another_default_device_is_refused_since_a_trial_would_not_have_it() -> None:
+    with torch.device("meta"), pytest.raises(WorkloadError, match="default device is meta") as caught:
+        pack(workload_of(Net()))
+    assert "torch.set_default_device" in caught.value.next_step

@@ -123,6 +123,15 @@ def test_what_runs_today_is_kept_without_a_gain_of_nothing() -> None:
     assert "1.00x" not in shown.explain() + shown.answer_html()
 
 
+def test_in_python_advice_names_arguments() -> None:
+    advice = "Give --budget 120."
+    shown = recommendation(reason=advice, warnings=(advice,), notes=(advice,))
+    assert shown.explain().count("Give budget=120.") == 2
+    assert shown._repr_html_().count("Give budget=120.") == 3
+    assert advice not in shown.explain() + shown._repr_html_()
+    assert advice in shown.answer_html() + flowing(printed(shown)), "of the command line they stay options"
+
+
 GREEN = "\x1b[32m"
 
 

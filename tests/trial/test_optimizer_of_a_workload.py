@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from autotune_amp import Workload
 from autotune_amp.core.errors import WorkloadError
+from autotune_amp.precision.step_amp import parameters_of
 from autotune_amp.trial.context import make_optimizer
 
 
@@ -49,3 +51,32 @@ def test_a_second_one_of_a_loss_that_learns_is_taken() -> None:
     model, loss = nn.Linear(4, 1), nn.Linear(1, 1)
     given = workload(model, lambda p: [torch.optim.SGD(p, lr=0.1), torch.optim.SGD(loss.parameters(), lr=0.1)])
     assert make_optimizer(given, model).param_groups
+
+
+class Rounding(torch.optim.SGD):
+    """As those of torchao and bitsandbytes: one argument is an attribute."""
+
+    def __init__(self, params: Any, lr: float, *, is_stochastic: bool = False) -> None:
+        super().__init__(params, lr=lr)
+        self.is_stochastic = is_stochastic
+
+
+def test_an_instance_whose_arguments_are_not_all_in_its_defaults_is_refused() -> None:
+    model = nn.Linear(4, 1)
+    with pytest.raises(WorkloadError, match=r"Rounding.*is_stochastic") as caught:
+        make_optimizer(workload(model, Rounding(model.parameters(), lr=0.1, is_stochastic=True)), model)
+    assert "lambda parameters: Rounding(parameters" in caught.value.next_step
+    made = make_optimizer(workload(model, lambda parameters: Rounding(parameters, lr=0.1, is_stochastic=True)), model)
+    assert made.is_stochastic is True
+
+
+def test_an_instance_that_also_trains_the_loss_keeps_the_parameters_of_both() -> None:
+    model, head = nn.Linear(4, 1), nn.Linear(1, 3)
+    there = copy.deepcopy(model)
+    groups: list[dict[str, Any]] = [{"params": model.parameters()}, {"params": head.parameters(), "lr": 1.0}]
+    two_groups = torch.optim.SGD(groups, lr=0.1)
+    one_group = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    two_instances = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model, head)]
+    for given in (two_groups, one_group, two_instances):
+        optimized = parameters_of(make_optimizer(workload(model, given), there))
+        assert list(map(id, optimized)) == list(map(id, (*there.parameters(), *head.parameters())))
