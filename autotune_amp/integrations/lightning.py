@@ -214,9 +214,10 @@ class AutotunePrecision(Precision):
         None; raise it if there is no such callback.
         """
         try:
-            result = action()
-            self._raise_if_batches_differ()
-            return result
+            try:
+                return action()
+            finally:
+                self._raise_if_batches_differ()  # also in place of the controller's own error
         except TrainingStoppedError as error:
             callbacks: list[Callback] = self._module.trainer.callbacks if self._module else []  # type: ignore[attr-defined]
             callback = next((item for item in callbacks if isinstance(item, AutotuneCallback)), None)

@@ -77,7 +77,8 @@ class PrecisionController(torch.amp.GradScaler):
 
     guard: check bf16 and fp32 steps too and skip those that are not finite. False leaves them alone, and undiagnosed.
     halt: raise `NotPrecisionError` or `NoRungFitsError` when the run must not go on; False skips such steps for ever.
-    on_demotion: "checkpoint_and_stop" raises `DemotedError` from `update()` after stepping down.
+    on_demotion: "checkpoint_and_stop" raises `DemotedError` from `update()` after stepping down; so does a fallback
+        with another batch size in a loop that does not go over `windows`.
     max_slowdown: refuse fallbacks measured to take more than this many times as long.
     promote: go back up, after 2000 clean steps, if a rerun (see `attach`) at 16 times the loss scale is finite.
     on_signal: called in `update()` at the end of the window in which SIGTERM came, as Slurm ends a job; on accelerators
@@ -455,6 +456,7 @@ class PrecisionController(torch.amp.GradScaler):
         """
 
         def next_shape() -> tuple[int, int]:
+            self._executor.uses_windows = True
             self._carry_out_requests()
             plan = self.config
             return windows.shape(self._executor.own_config.batch_size, plan.batch_size, plan.accumulation_steps)

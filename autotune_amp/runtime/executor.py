@@ -85,6 +85,7 @@ class Executor:
         self.is_off = False
         policy.can_move = False  # until the loop gives a way to change its precision
         self.uses_own_autocast = False  # whether the loop uses the controller's autocast
+        self.uses_windows = False  # whether the loop goes over `windows`, which split its batches as a plan says
         self.is_validating = False  # in a precision of its own, during which no move may be made
         self.model: AttachedModel | None = None
         self.history: list[MoveRecord] = []
@@ -393,6 +394,8 @@ class Executor:
 
     def _move(self, move: Action) -> Action | None:
         policy, before, reason = self.policy, self.policy.precision, move.reason
+        stops = move.kind == "demotion" and self._on_demotion == "checkpoint_and_stop"
+        next_step = "Save a checkpoint with the controller's state_dict() and start again with the error's config."
         if move.kind == "demotion":
             plan, own = self.plans[move.rung - 1], self.own_config
             if self.is_advisory:
@@ -402,6 +405,9 @@ class Executor:
                 return policy.refuse(move, reasons[0])
             if (plan.batch_size, plan.accumulation_steps) != (own.batch_size, own.accumulation_steps):
                 reason += f"; batch size {plan.batch_size} with {plan.accumulation_steps} accumulation steps fits"
+                if not (stops or self.uses_windows):
+                    stops = True
+                    next_step += " Over controller.windows(loader) a loop goes on, with the loader's batches split."
         if move.kind == "pin":
             assert self.model is not None  # a pin follows from a diagnosis, which needs a model
             self.model.pin(move.modules)
@@ -411,12 +417,9 @@ class Executor:
         follows = policy.confirm(move)
         self.apply()
         self._note(cast("RecordKind", move.kind), policy.precision, reason, before)
-        if move.kind == "demotion" and self._on_demotion == "checkpoint_and_stop":
-            raise DemotedError(
-                f"The precision was stepped down from {before} to {policy.precision}: {move.reason}.",
-                "Save a checkpoint with the controller's state_dict() and start again with the error's config.",
-                self.config,
-            )
+        if stops:
+            told = f"The precision was stepped down from {before} to {policy.precision}: {reason}."
+            raise DemotedError(told, next_step, self.config)
         return follows
 
     def _advise(self, reason: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training import Batch, batches, fp16, same, weights
+from training import Batch, Loop, batches, fp16, same, weights
 
 from autotune_amp.core.config import AmpConfig, DemotedError, FallbackPlan, LossScale
 from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
@@ -229,6 +229,16 @@ def test_after_a_demotion_the_loaders_batches_are_split_as_the_plan_says() -> No
     assert torch.equal(torch.cat(loop.seen[2:]), torch.cat([inputs for inputs, _ in samples]))
     WindowLoop(planned, controller(AmpConfig(precision="bf16", batch_size=4, accumulation_steps=2))).run(fours(samples))
     assert same(model, planned)
+
+
+def test_a_loop_that_keeps_its_batches_ends_with_the_config_of_a_plan_for_smaller_ones() -> None:
+    """Such a plan's memory was measured with its own batches."""
+    steered = controller(fp16(batch_size=8, fallback=[HALVED, "fp32"]))
+    with pytest.raises(DemotedError) as caught:
+        Loop(small(), steered, attaches=False).run(bad_first(eights(2)))
+    found = caught.value.config
+    assert (found, found.precision, found.batch_size) == (steered.config, "bf16", 4)
+    assert "windows(loader)" in caught.value.next_step
 
 
 @pytest.mark.parametrize("restarts_with", ["the error's config", "the same config"])
