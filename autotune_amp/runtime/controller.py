@@ -119,7 +119,8 @@ class PrecisionController(torch.amp.GradScaler):
         run_log: str | os.PathLike[str] | None = None,
         measured_flops: MeasuredFlops | None = None,
     ) -> None:
-        self._ranks = ranks = Ranks(checked_device(device), process_group)
+        is_assumed = ":" not in str(device)
+        self._ranks = ranks = Ranks(checked_device(device), process_group, is_assumed=is_assumed)
         self._on_signal = on_signal
         self._end_signal: EndSignal | None = None
         self._check = GradientCheck(ranks)
@@ -182,6 +183,7 @@ class PrecisionController(torch.amp.GradScaler):
         losses = [outputs] if isinstance(outputs, Tensor) else list(filter(torch.is_tensor, tree_leaves(outputs)))
         if losses:
             if self._scale is None:
+                self._ranks.note_device(losses)
                 self._scaler.place(losses[0].device, self._scaler.target, self._rule.growth_tracker)
             self._check.see_losses(losses, self._scale.device)
         scaled = super().scale(outputs) if self._scaler.is_scaling else outputs
@@ -508,6 +510,7 @@ class PrecisionController(torch.amp.GradScaler):
             if not found.is_from_closure:
                 raise InvalidRequestError("A model is attached already.", "Make another controller for another model.")
             self._executor.detach()
+        self._ranks.note_device(model.parameters())
         self._executor.attach(AttachedModel(model, rerun, self._ranks.device))
 
     def detach(self) -> None:

@@ -125,8 +125,7 @@ class MetricsRecorder:
         self._token_reader = LaggedReader()
         fp32_plans = (plan for plan in config.plans if plan.precision == "fp32")
         self._fp32_memory_bytes = next((plan.peak_memory_bytes for plan in fp32_plans), None)
-        gpu = cuda.uuid(ranks.device) if ranks.device.type == "cuda" else None
-        self._gpu_sampler = None if gpu is None else GpuSampler(gpu, str(ranks.device))
+        self._gpu_sampler: GpuSampler | None = None  # from the first update on
 
     @property
     def gpu_sensors(self) -> GpuSensors:
@@ -346,11 +345,15 @@ class MetricsRecorder:
             sink_thread.send(dict(values))
 
     def _begin(self) -> None:
-        """Write the first line at the first update: by then the run knows its ranks and has loaded its checkpoint."""
+        """Write the first line at the first update: by then the run knows its ranks and its device, and has loaded
+        its checkpoint.
+        """
         if self._has_begun:
             return
         self._has_begun = True
         ranks = self._ranks
+        if self._gpu_sampler is None and ranks.device.type == "cuda" and (gpu := cuda.uuid(ranks.device)) is not None:
+            self._gpu_sampler = GpuSampler(gpu, str(ranks.device))
         # Without a process group by now it is a run of its own, whatever rank its launcher gave it.
         rank = ranks.rank if ranks.are_many else 0
         if rank != 0:

@@ -50,11 +50,26 @@ def checked_device(device: str | torch.device) -> torch.device:
 
 
 class Ranks:
-    """Ranks of `process_group`, or with None all of them. Every method is a collective: call it on all ranks."""
+    """Ranks of `process_group`, or with None all of them. Methods that compare values are collectives: call them on all
+    ranks.
 
-    def __init__(self, device: torch.device, process_group: dist.ProcessGroup | None = None) -> None:
+    `device`: this process's. If it `is_assumed`, since the caller named no index, `note_device` replaces it.
+    """
+
+    def __init__(
+        self, device: torch.device, process_group: dist.ProcessGroup | None = None, *, is_assumed: bool = False
+    ) -> None:
         self.device = device
+        self._is_assumed = is_assumed
         self._group = process_group
+
+    def note_device(self, tensors: Iterable[Tensor]) -> None:
+        """Replace an assumed device by that of the first tensor of its type: the current device need not be the one
+        that this process trains on.
+        """
+        if self._is_assumed:
+            found = next((tensor.device for tensor in tensors if tensor.device.type == self.device.type), None)
+            self.device, self._is_assumed = found or self.device, found is None
 
     @property
     def rank(self) -> int:

@@ -144,6 +144,7 @@ class TrainStep:
         executor = self._executor
         if executor.model is None and not self._has_looked:
             self._has_looked = True
+            executor.ranks.note_device(parameter for one in optimizers for parameter in parameters_of(one))
             found = self._attachment(trained_model(closure, optimizers), closure)
             if executor.ranks.any(found is None) or found is None:  # the ranks diagnose together or not at all
                 log.warning(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from autotune_amp.runtime.model import RunningStatistics
 from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, GradientCheck, Ranks, check_gradients, lost_share
@@ -27,6 +28,17 @@ class TwoRanks(Ranks):
     def maximum_(self, values: Tensor) -> Tensor:
         others = torch.tensor(self.others).reshape(values.shape)
         return values.copy_(torch.maximum(values, others))
+
+
+def test_a_device_without_an_index_is_that_of_the_first_tensor_there() -> None:
+    ranks = Ranks(torch.device("cuda", 0), is_assumed=True)
+    given = Ranks(torch.device("cuda", 0))
+    with FakeTensorMode():
+        tensors = [torch.zeros(1, device=name) for name in ("cpu", "cuda:1", "cuda:2")]
+    for index in (0, 1, 2):
+        ranks.note_device(tensors[index:])
+        given.note_device(tensors[index:])
+    assert (str(ranks.device), str(given.device)) == ("cuda:1", "cuda:0")
 
 
 def optimizer_of(*gradient: float) -> torch.optim.Optimizer:
