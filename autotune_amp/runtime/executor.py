@@ -27,6 +27,7 @@ from autotune_amp.dimensions.attention import FUSED_BACKENDS, forget_compiled_at
 from autotune_amp.hardware import cuda
 from autotune_amp.hardware.device import load_device_module
 from autotune_amp.precision import torch_state
+from autotune_amp.precision.forward_wrapper import computes_in_half
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.step_amp import parameters_of
 from autotune_amp.runtime import diagnosis
@@ -107,6 +108,7 @@ class Executor:
         self.optimizers = KnownOptimizers()
         self._forward = diagnosis.ForwardWatch()
         self._rerun_has_failed = False
+        self._computes_in_half = False  # weights or quantized layers outside of autocast too
         self._culprit: str | None = None
         _withdraw_unfit(policy, self.plans, max_slowdown, ranks.device)
         missing = {name: value for name, value in config.environment.items() if os.environ.get(name) != value}
@@ -243,16 +245,21 @@ class Executor:
         self.model = model
         self.policy.can_move = True
         self.policy.can_rerun = model.rerun is not None
-        if model.has_frozen_half_weights:
-            for name, its in MODES.items():
-                if not its.uses_autocast:
-                    self.policy.withdraw(
-                        name, "the model's weights or quantized layers in half precision would not multiply"
-                    )
+        if computes_in_half(model.model):
+            self._withdraw_without_autocast()
         if self.pinned_model is not None and self.pinned_model() is not model.model:  # its modules have other names
             self.pins_to_come = own.pinned_modules
         model.pin(self.pins_to_come)
         self.apply()
+
+    def _withdraw_without_autocast(self) -> None:
+        """Withdraw the precisions without autocast, whose fp32 activations half-precision weights cannot multiply."""
+        self._computes_in_half = True
+        for name, its in MODES.items():
+            if not its.uses_autocast:
+                self.policy.withdraw(
+                    name, "the model's weights or quantized layers in half precision would not multiply"
+                )
 
     def use_rerun(self, closure: Callable[[], Tensor] | None) -> None:
         """Use `closure`, or none, for later diagnoses. Once a closure has failed there are none."""
@@ -475,7 +482,7 @@ class Executor:
             policy.scale_before_burst if policy.is_scaling else 1.0,
             finds_pins=not policy.has_pinned,
             is_whole=not self.ranks.any(model.num_window_passes > 1),
-            can_run_fp32=not model.has_frozen_half_weights,
+            can_run_fp32=not self._computes_in_half,
         )
         self._withdraw_failed(rerunner)
         self._culprit = finding.culprit
@@ -520,6 +527,8 @@ class Executor:
         if number in self.optimizers:
             return
         refuse_half_parameters(optimizer, self.precision)
+        if any(p.dtype in torch_state.HALF_DTYPES and not torch_state.is_packed(p) for p in parameters_of(optimizer)):
+            self._withdraw_without_autocast()
         if not self.optimizers:
             last = self.history[-1] if self.history else None
             log.info("%s", _introduction(self.policy, self.scaler, last, self.ranks.device, checks=self.is_checking))
@@ -540,10 +549,10 @@ class Executor:
                 f"The precision cannot be changed to {name}: the controller is advisory.",
                 "Use controller.autocast() around the forward pass, or controller.attach(model).",
             )
-        if not MODES[name].uses_autocast and self.model is not None and self.model.has_frozen_half_weights:
+        if not MODES[name].uses_autocast and self._computes_in_half:
             raise InvalidRequestError(
-                f"The model cannot run in {name}: frozen weights or quantized layers are in half precision.",
-                "Stay in bf16 or fp16, or convert frozen weights with model.float().",
+                f"The model cannot run in {name}: weights or quantized layers are in half precision.",
+                "Stay in bf16 or fp16, or convert weights with model.float().",
             )
 
     def _refuse_fp8_without_model(self, name: Precision) -> None:
