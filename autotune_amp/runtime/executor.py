@@ -237,19 +237,22 @@ class Executor:
         Raises `InvalidRequestError` for a config in fp8 if no layer can run in it, and for a missing module to pin.
         """
         own = self.own_config
-        if own.precision == "fp8" and (why_not := model.why_not_fp8(own.fp8_recipe)) is not None:
+        if self.pinned_model is not None and self.pinned_model() is not model.model:  # its modules have other names
+            self.pins_to_come = own.pinned_modules
+        try:
+            if own.precision == "fp8" and (why_not := model.why_not_fp8(own.fp8_recipe)) is not None:
+                raise InvalidRequestError(
+                    f"The config's fp8 cannot be had on this model: {why_not}.", "Attach the model that was searched."
+                )
+            model.pin(self.pins_to_come)
+        except InvalidRequestError:
             model.detach()
-            raise InvalidRequestError(
-                f"The config's fp8 cannot be had on this model: {why_not}.", "Attach the model that was searched."
-            )
+            raise
         self.model = model
         self.policy.can_move = True
         self.policy.can_rerun = model.rerun is not None
         if computes_in_half(model.model):
             self._withdraw_without_autocast()
-        if self.pinned_model is not None and self.pinned_model() is not model.model:  # its modules have other names
-            self.pins_to_come = own.pinned_modules
-        model.pin(self.pins_to_come)
         self.apply()
 
     def _withdraw_without_autocast(self) -> None:

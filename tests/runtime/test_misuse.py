@@ -100,6 +100,12 @@ def test_a_second_model_and_a_module_to_pin_that_is_not_there_are_refused() -> N
     with pytest.raises(InvalidRequestError, match="decoder") as caught:
         scaler.attach(nn.Linear(2, 2))
     assert "named_modules" in caught.value.next_step
+    scaler.attach(nn.ModuleDict({"decoder": nn.Linear(2, 2)}))  # nothing of the first is left
+    assert scaler.config.pinned_modules == ("decoder",)
+    scaler, loop = make(pinned_modules=("decoder",)), Loop()
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="decoder"):
+            scaler.train_step(loop.loss, loop.optimizer)
     scaler = make()
     scaler.attach(nn.Linear(2, 2))
     with pytest.raises(InvalidRequestError, match="attached already") as caught:
