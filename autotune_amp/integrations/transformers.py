@@ -34,6 +34,7 @@ print(config.batch_size * config.accumulation_steps, tuned.controller.status().n
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -179,10 +180,26 @@ class AutotuneTrainer(Trainer):
         self.controller.count_tokens(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
 
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        prepared = super()._prepare_inputs(inputs)
+        if cast("nn.Module", self.model).training:
+            self._prepared = copy.copy(prepared)  # some losses take keys out
+        return prepared
+
     def _rerun(self) -> Tensor:
-        """Run the latest training step again without its backward pass, and return its loss."""
-        with collect_losses_without_backward(self.accelerator) as losses:
-            super().training_step(*self._latest)
+        """Run the latest training step again without its backward pass, and return its loss.
+
+        Neither are its inputs prepared again, which a trainer may generate or take from a buffer, nor are the trainer's
+        counters changed.
+        """
+        attributes, prepared = dict(vars(self)), self._prepared
+        vars(self)["_prepare_inputs"] = lambda _: copy.copy(prepared)
+        try:
+            with collect_losses_without_backward(self.accelerator) as losses:
+                super().training_step(*self._latest)
+        finally:
+            vars(self).clear()
+            vars(self).update(attributes)
         return torch.stack(losses).sum()
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
