@@ -169,7 +169,7 @@ class UpdateWindow:
 
     num_passes: int = 0
     has_run_backward: bool = False  # in this process
-    loss: float | Tensor = 0.0  # of the latest pass
+    loss: float | Tensor = 0.0  # of all passes: each scales its part
     loss_probe: float | Tensor = 0.0  # 0 times every loss: NaN if one was not finite
     dropped_probe: float | Tensor = 0.0  # of batches before whose gradients the loop dropped
     scale_was_read: bool = False  # after a backward pass
@@ -320,12 +320,15 @@ class GradientCheck:
         window = self.window
         value = loss if loss.numel() == 1 else loss.sum(dtype=torch.float32)
         if self.is_on_host(value):
-            window.loss = value.item()
-            if not math.isfinite(window.loss):
+            known = value.item()
+            if not math.isfinite(known):
                 window.loss_probe = math.nan
+            window.loss = window.loss + known
             return
-        window.loss = value.float().reshape(()).to(device)
-        window.loss_probe = window.loss_probe + window.loss * 0.0
+        late = value.float().reshape(()).to(device)
+        window.loss_probe = window.loss_probe + late * 0.0
+        is_first = isinstance(window.loss, float) and window.loss == 0.0  # an addition would launch a kernel
+        window.loss = late if is_first else late + window.loss
 
     def examine(
         self, optimizer: torch.optim.Optimizer, device: torch.device, inv_scale: Tensor | None, *, samples: bool

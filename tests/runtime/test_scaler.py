@@ -55,6 +55,15 @@ def test_the_loss_of_another_rank_stands_where_this_one_has_none() -> None:
     assert (check.verdict_of(optimizer), check.window.loss) == (BAD_LOSS, 1.5)
 
 
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_the_loss_of_a_window_is_that_of_all_its_passes(is_on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GradientCheck, "is_on_host", staticmethod(lambda tensor: is_on_host))
+    check = GradientCheck(Ranks(CPU))
+    for loss in (0.5, 1.0, 0.25):
+        check.see_losses([torch.tensor(loss)], CPU)
+    assert float(check.window.loss) == 1.75
+
+
 def test_a_share_read_with_a_late_verdict_is_the_largest_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GradientCheck, "is_on_host", staticmethod(lambda tensor: False))
     ranks = TwoRanks(0.0, 0.0)
