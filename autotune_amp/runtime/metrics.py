@@ -332,7 +332,7 @@ class MetricsRecorder:
         self.num_unexplained = 0  # a count that was reported must not decrease
         if self.run_log is None and not self.sink_threads:
             return
-        line = event(**self.current_readings(), **fields)
+        line = event(run_id=self.run_id or "", **self.current_readings(), **fields)
         if self.run_log is not None:
             self.run_log.write(line)
         if not self.sink_threads or isinstance(line, BeginLine):
@@ -364,7 +364,6 @@ class MetricsRecorder:
         self.run_id = self.run_id or uuid.uuid4().hex
         self._report(
             BeginLine,
-            run_id=self.run_id,
             is_resumed=self._policy.num_updates > 0,
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             device=str(ranks.device),

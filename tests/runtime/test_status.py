@@ -465,6 +465,15 @@ def test_a_resumed_run_goes_on_with_its_own_lines_past_another_run(path: Path) -
     assert [line["event"] for line in documents(path)].count("sample") == 4, "nothing was taken out"
 
 
+def test_lines_of_runs_that_log_at_the_same_time_are_told_apart(path: Path) -> None:
+    first, second = (scripted(fp16(batch_size=size), run_log=path) for size in (4, 2))
+    for run in (first, second, second, first):
+        run.run("overflow")
+    found = run_log.read(path)
+    assert [line.scale for line in found.lines] == [1024.0, 512.0, 256.0]
+    assert (found.begin.config.batch_size, found.num_other_runs) == (2, 1)
+
+
 def test_a_line_cut_short_by_a_kill_spoils_nothing(path: Path) -> None:
     run = scripted(run_log=path).run("clean", "overflow", "clean", "overflow")
     path.write_bytes(path.read_bytes()[:-40])
@@ -485,14 +494,14 @@ def test_damage_elsewhere_is_an_error_that_names_the_line(path: Path) -> None:
     path.write_text("".join([lines[0], '{"event":"sample"}\n', *lines[2:]]))
     with pytest.raises(FormatError, match="line 2 is damaged"):
         run_log.read(path)
-    path.write_text("".join([lines[0].replace('"format":2', '"format":9'), *lines[1:]]))
+    path.write_text("".join([lines[0].replace('"format":3', '"format":9'), *lines[1:]]))
     with pytest.raises(FormatError, match="format 9"):
         run_log.read(path)
     path.write_text(lines[0].replace('"batch_size":4', '"batch_size":0'))
     with pytest.raises(FormatError, match="batch_size"):
         run_log.read(path)
     path.write_text(lines[1])
-    with pytest.raises(FormatError, match="before any run"):
+    with pytest.raises(FormatError, match="before its run"):
         run_log.read(path)
     path.write_text("not a log")
     with pytest.raises(FormatError, match="holds no run"):
