@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.precisions import Precision
-from autotune_amp.numerics.locate import Health, health, nonfinite_parameters
+from autotune_amp.numerics.locate import is_nonfinite_weight, nonfinite_parameters
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.step_amp import needs_closure, parameters_of
 from autotune_amp.precision.torch_state import HALF_DTYPES
@@ -154,5 +154,5 @@ class KnownOptimizers:
             f"one of shape {tuple(parameter.shape)} of {type(optimizer).__name__} {number + 1}"
             for optimizer, number in held
             for parameter in ([] if optimizer is None else parameters_of(optimizer))
-            if id(parameter) not in own and health(parameter) is not Health.FINITE
+            if id(parameter) not in own and is_nonfinite_weight(parameter)
         )
