@@ -330,8 +330,10 @@ class Executor:
         """Pass the result of an update to the policy, the metrics and the callbacks, in order and once each."""
         if not result.verdicts:
             return
-        result = result._replace(lost_share=self.policy.usable_lost_share(result.lost_share))
         worst, is_checking = result.worst, self.is_checking
+        # Beside infinite entries all others are negligible.
+        share = self.policy.usable_lost_share(result.lost_share) if worst == CLEAN else None
+        result = result._replace(lost_share=share)
         self.metrics.begin_update(result, is_overflow=worst == BAD_LOSS and self._forward_overflowed())
         if worst == CLEAN:
             self._forward.end()

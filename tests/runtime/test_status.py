@@ -327,6 +327,11 @@ def test_the_share_of_flushed_gradients_is_sampled() -> None:
     assert controller.status().flushed_share is None, "nothing is scaled any more"
 
 
+def test_nothing_is_told_as_flushed_by_a_sample_that_overflowed() -> None:
+    training = scripted(fp16(loss_scale=LossScale(init_scale=128.0))).run(*CLEAN * 8, "overflow", "clean")
+    assert training.controller.status().flushed_share is None
+
+
 def test_validation_runs_in_the_precision_that_is_asked_for_and_leaves_all_as_it_was() -> None:
     training = scripted(fp16())
     layer, seen = nn.Linear(2, 2), []
