@@ -542,7 +542,7 @@ class Executor:
             if self.is_advisory and MODES[self.precision].uses_autocast:
                 log.warning(_ADVISORY)
         self.optimizers.add(number, optimizer)
-        self.metrics.num_gradient_entries += sum(p.numel() for p in parameters_of(optimizer) if p.requires_grad)
+        self.metrics.num_gradient_entries = self.optimizers.num_gradient_entries()
 
     def refuse_by_hand(self, name: Precision) -> None:
         """Raise `InvalidRequestError` for a precision that the loop or the model cannot be switched to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import logging
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.config import FallbackPlan
-from autotune_amp.core.errors import FormatError, InvalidRequestError
+from autotune_amp.core.errors import FormatError, InvalidRequestError, StudyError
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.hardware import cpu
@@ -325,6 +326,21 @@ def test_the_share_of_flushed_gradients_is_sampled() -> None:
     assert status.flushed_entries == round(64 / 4 / 6)
     controller.disable()
     assert controller.status().flushed_share is None, "nothing is scaled any more"
+
+
+def test_entries_of_an_optimizer_that_another_has_replaced_do_not_count() -> None:
+    training = scripted().run("clean")
+    old, training.optimizer = training.optimizer, torch.optim.SGD([training.weight], lr=0.1)
+    del old
+    gc.collect()
+    training.run("clean")
+    assert training.controller._metrics.num_gradient_entries == 2
+
+
+def test_a_statistics_file_that_cannot_be_written_names_no_option_of_the_command_line(tmp_path: Path) -> None:
+    with pytest.raises(StudyError, match="cannot be written") as caught:
+        scripted().controller.save_stats(tmp_path / "missing" / "stats.json")
+    assert "--" not in caught.value.next_step
 
 
 def test_nothing_is_told_as_flushed_by_a_sample_that_overflowed() -> None:
