@@ -244,18 +244,15 @@ class PrecisionController(torch.amp.GradScaler):
         """Return whether `unscale_` or `step` was called for the optimizer since the last update."""
         return self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
 
-    def unscale_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> int | Tensor:
-        """Call `unscale_` on all optimizers, to clip by a single norm: a non-finite gradient in one skips all.
-
-        Returns their joint verdict, see `scaler`.
-        """
+    def unscale_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Call `unscale_` on all optimizers, to clip by a single norm: a non-finite gradient in one skips all."""
         given = list(optimizers)
         if not self._enabled:
-            return CLEAN
+            return
         for optimizer in given:
             if not self.is_unscaled(optimizer):
                 self.unscale_(optimizer)
-        return self._check.join(given, self._per_optimizer_states)
+        self._check.join(given, self._per_optimizer_states)
 
     def _examine(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor | None, *, is_first: bool = True) -> None:
         self._executor.register_optimizer(self._check.number_of(optimizer), optimizer)
@@ -296,13 +293,6 @@ class PrecisionController(torch.amp.GradScaler):
         else:
             value = super().step(optimizer, *args, **kwargs)
         return StepResult(verdict if isinstance(verdict, int) else check.verdict_of(optimizer), value)
-
-    def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-        """Step all optimizers or none: a non-finite gradient in one skips all. Synchronizes with the device."""
-        given = list(optimizers)
-        worst = self.unscale_together(given)
-        _ = [self.step(optimizer) for optimizer in given]
-        return int(worst) == CLEAN
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the accumulation window and update the loss scale, to `new_scale` if given. The precision may change.

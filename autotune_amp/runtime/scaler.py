@@ -356,9 +356,8 @@ class GradientCheck:
         is_clean = isinstance(own := window.verdicts.get(number, NO_GRADIENTS), Tensor) or own == CLEAN
         return is_clean and not window.is_joint and any(isinstance(v, Tensor) or v > CLEAN for v in others)
 
-    def join(self, optimizers: Sequence[torch.optim.Optimizer], states: Mapping[int, Any]) -> int | Tensor:
-        """Set the verdict of all optimizers with gradients to the worst one, in GradScaler's `states` too, and return
-        it.
+    def join(self, optimizers: Sequence[torch.optim.Optimizer], states: Mapping[int, Any]) -> None:
+        """Set the verdict of all optimizers with gradients to the worst one, in GradScaler's `states` too.
 
         Synchronizes only if an optimizer's own verdict is on the host and another's on the device.
         """
@@ -376,7 +375,6 @@ class GradientCheck:
             for optimizer in optimizers:
                 for found in states[id(optimizer)]["found_inf_per_device"].values():
                     found.copy_(worst.clamp(CLEAN, OVERFLOW), non_blocking=True)
-        return worst
 
     def _verdict(self, found: Tensor | None, device: torch.device) -> tuple[int | Tensor, Tensor | None]:
         """Return the verdict, and the value that `examine` returns."""
