@@ -79,7 +79,6 @@ class PrecisionController(torch.amp.GradScaler):
     halt: raise `NotPrecisionError` or `NoRungFitsError` when the run must not go on; False skips such steps for ever.
     on_demotion: "checkpoint_and_stop" raises `DemotedError` from `update()` after stepping down; so does a fallback
         with another batch size in a loop that does not go over `windows`.
-    max_slowdown: refuse fallbacks measured to take more than this many times as long.
     promote: go back up, after 2000 clean steps, if a rerun (see `attach`) at 16 times the loss scale is finite.
     on_signal: called in `update()` at the end of the window in which SIGTERM came, as Slurm ends a job; on accelerators
         of the next. Give it on every rank or on none. Afterwards, and by `detach`, the previous handler is restored; it
@@ -111,7 +110,6 @@ class PrecisionController(torch.amp.GradScaler):
         guard: bool = True,
         halt: bool = True,
         on_demotion: OnDemotion = "continue",
-        max_slowdown: float | None = None,
         promote: bool = False,
         on_signal: Callable[[], object] | None = None,
         process_group: ProcessGroup | None = None,
@@ -140,7 +138,6 @@ class PrecisionController(torch.amp.GradScaler):
             guards=guard,
             halts=halt,
             on_demotion=on_demotion,
-            max_slowdown=max_slowdown,
         )
         backoff_factor = self._rule.backoff_factor
         super().__init__(ranks.device.type, self._rule.scale, self._rule.growth_factor, 0.5, self._rule.growth_interval)

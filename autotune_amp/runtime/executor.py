@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Literal, cast
@@ -76,7 +76,6 @@ class Executor:
         guards: bool,
         halts: bool,
         on_demotion: OnDemotion,
-        max_slowdown: float | None,
     ) -> None:
         self.own_config = config
         self.plans = config.plans  # for the rungs below the config's own
@@ -110,7 +109,9 @@ class Executor:
         self._rerun_has_failed = False
         self._computes_in_half = False  # weights or quantized layers outside of autocast too
         self._culprit: str | None = None
-        _withdraw_unfit(policy, self.plans, max_slowdown, ranks.device)
+        for plan in self.plans:
+            if plan.precision == "bf16" and ranks.device.type == "cuda" and not cuda.is_bf16_native(ranks.device):
+                policy.withdraw("bf16", "this GPU only emulates it")
         missing = {name: value for name, value in config.environment.items() if os.environ.get(name) != value}
         if missing:
             log.warning(_MISSING_VARIABLES, " ".join(f"{name}={value}" for name, value in missing.items()))
@@ -594,25 +595,6 @@ class Executor:
 
 
 # -- whether a fallback fits this device -------------------------------------------------------------------------------
-
-
-def _withdraw_unfit(
-    policy: Policy, plans: Iterable[FallbackPlan], max_slowdown: float | None, device: torch.device
-) -> None:
-    """Withdraw plans slower than `max_slowdown`, and bf16 if the device only emulates it.
-
-    Raises `InvalidRequestError` for a limit on a slowdown that was not measured.
-    """
-    for plan in plans:
-        if max_slowdown is not None and plan.slowdown is None:
-            raise InvalidRequestError(
-                f"max_slowdown={max_slowdown} cannot be kept: the speed of {plan.precision} was not measured.",
-                "Use a config that a search recommended, or leave max_slowdown out.",
-            )
-        if max_slowdown is not None and plan.slowdown is not None and plan.slowdown > max_slowdown:
-            policy.withdraw(plan.precision, f"{plan.slowdown:.2g} times slower, above {max_slowdown:g}")
-        if plan.precision == "bf16" and device.type == "cuda" and not cuda.is_bf16_native(device):
-            policy.withdraw("bf16", "this GPU only emulates it")
 
 
 def _why_not_in_memory(plan: FallbackPlan, device: torch.device) -> str | None:

@@ -70,12 +70,6 @@ def test_a_device_that_is_not_there_is_refused(device: str | torch.device, monke
     assert caught.value.next_step
 
 
-def test_a_limit_on_a_slowdown_that_was_not_measured_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="speed of fp32") as caught:
-        PrecisionController(config(fallback=["fp32"]), device="cpu", max_slowdown=2.0)
-    assert "leave max_slowdown out" in caught.value.next_step
-
-
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 

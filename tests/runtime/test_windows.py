@@ -263,15 +263,12 @@ def test_checkpoint_and_stop_can_be_gone_on_with(restarts_with: str) -> None:
     assert (one.num_updates, one.num_steps, one.history) == (other.num_updates, other.num_steps, other.history)
 
 
-@pytest.mark.parametrize(
-    ("unfit", "options"), [(HALVED, {"max_slowdown": 1.45}), (TOO_BIG, {})], ids=["too slow", "too big"]
-)
-def test_a_plan_that_is_too_slow_or_does_not_fit_is_passed_over(unfit: FallbackPlan, options: dict[str, Any]) -> None:
+def test_a_plan_that_does_not_fit_is_passed_over() -> None:
     model = small()
     twin = copy.deepcopy(model)
     samples = eights(4)
     faster = FallbackPlan(precision="fp32", batch_size=8, slowdown=1.4)
-    steered = controller(fp16(batch_size=8, fallback=[unfit, faster]), **options)
+    steered = controller(fp16(batch_size=8, fallback=[TOO_BIG, faster]))
     WindowLoop(model, steered).run(bad_first(samples))
     assert steered.status().precision == "fp32"
     WindowLoop(twin, controller(AmpConfig(precision="fp32", batch_size=8))).run(samples)
