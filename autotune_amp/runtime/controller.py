@@ -145,7 +145,7 @@ class PrecisionController(torch.amp.GradScaler):
         # A window lasts from the first autocast() or scale() until update(). A move may call the user's closure.
         self._is_in_window = self._is_moving = False
         self._watches_backward = False  # by hooks of the losses, once the loop may have dropped a window's gradients
-        self._windows = windows.Windows()
+        self._position = windows.WindowPosition()  # of the loop in `windows`
         self._train_step = TrainStep(self._executor)
         self._executor.apply()
         self.open()
@@ -210,7 +210,7 @@ class PrecisionController(torch.amp.GradScaler):
         """
         if num_tokens is not None:
             self._metrics.count_tokens(num_tokens)
-        return self._train_step.run(self, self._windows.current, closure, optimizer, clip_norm)
+        return self._train_step.run(self, self._position, closure, optimizer, clip_norm)
 
     def count_tokens(self, batch: Any) -> None:
         """Count the tokens of a batch, as `train_step` does with `num_tokens`: those of its ``input_ids`` that its
@@ -450,18 +450,25 @@ class PrecisionController(torch.amp.GradScaler):
             plan = self.config
             return windows.shape(self._executor.own_config.batch_size, plan.batch_size, plan.accumulation_steps)
 
-        yield from self._windows.over(iter(loader), next_shape, weigh)
+        position: windows.WindowPosition | None = None
+        try:
+            for batch, position in windows.passes(iter(loader), next_shape, weigh):
+                self._position = position
+                yield batch, position.is_last
+        finally:
+            if self._position is position:  # another loop may have started meanwhile
+                self._position = windows.WindowPosition()
         self.synchronize()
 
     @property
     def window_size(self) -> int:
         """Return the backward passes in the current window of `windows`, else the config's accumulation steps."""
-        return len(self._windows.current.shares) or self.config.accumulation_steps
+        return len(self._position.shares) or self.config.accumulation_steps
 
     @property
     def window_share(self) -> float:
         """Return the current pass's share of the window's total weight by `weigh`; without it, of its passes."""
-        share = self._windows.current.share
+        share = self._position.share
         return 1 / self.window_size if share is None else share
 
     def discard_window(self) -> None:
