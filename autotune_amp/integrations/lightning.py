@@ -77,9 +77,8 @@ from autotune_amp.core.setting import DEFAULTS, Setting
 from autotune_amp.dimensions.prepare import prepare
 from autotune_amp.integrations.bridge import (
     AccumulationWindow,
-    config_from,
+    config_and_options,
     numeric_metrics,
-    options_from,
     raise_if_argument_differs,
     raise_if_window_differs,
     replace_attributes,
@@ -116,8 +115,8 @@ class AutotunePrecision(Precision):
     """
 
     def __init__(self, config: AmpConfig | Recommendation, **options: Any) -> None:
-        self.config = config_from(config)
-        self._options = options_from(config) | options
+        self.config, own_options = config_and_options(config)
+        self._options = own_options | options
         self._controller: PrecisionController | None = None
         self._module: LightningModule | None = None
         self._latest: tuple[Any, ...] = ()  # the arguments of the latest training step
@@ -408,7 +407,7 @@ def trainer_arguments(config: AmpConfig | Recommendation, **others: Any) -> dict
 
     Raises `InvalidRequestError` if `others` contradict the config: another precision plugin, another accumulation.
     """
-    own_config = config_from(config)
+    own_config, _ = config_and_options(config)
     plugins, callbacks = _as_list(others.pop("plugins", None)), _as_list(others.pop("callbacks", None))
     precision: Any = others.pop("precision", None)
     precision = precision or next((p for p in plugins if isinstance(p, Precision | str)), None)

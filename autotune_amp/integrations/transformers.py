@@ -53,7 +53,7 @@ from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.dimensions.prepare import prepare
 from autotune_amp.integrations.accelerate import unwrap_optimizers
-from autotune_amp.integrations.bridge import config_from, options_from, raise_if_window_differs
+from autotune_amp.integrations.bridge import config_and_options, raise_if_window_differs
 from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import metric_values
@@ -97,8 +97,8 @@ class AutotuneTrainer(Trainer):
         controller_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._amp_config = config_from(amp_config)
-        self._controller_options = options_from(amp_config) | dict(controller_options or {})
+        self._amp_config, options = config_and_options(amp_config)
+        self._controller_options = options | dict(controller_options or {})
         self._attached_model: nn.Module | None = None
         super().__init__(*args, **kwargs)
         raise_if_model_has_autocast(self, InvalidRequestError)
