@@ -192,14 +192,15 @@ class AutotuneTrainer(Trainer):
         Neither are its inputs prepared again, which a trainer may generate or take from a buffer, nor are the trainer's
         counters changed.
         """
-        attributes, prepared = dict(vars(self)), self._prepared
-        vars(self)["_prepare_inputs"] = lambda _: copy.copy(prepared)
+        attributes, prepared = self.__dict__, self._prepared
+        before = dict(attributes)
+        attributes["_prepare_inputs"] = lambda _: copy.copy(prepared)
         try:
             with collect_losses_without_backward(self.accelerator) as losses:
                 super().training_step(*self._latest)
         finally:
-            vars(self).clear()
-            vars(self).update(attributes)
+            attributes.clear()
+            attributes.update(before)
         return torch.stack(losses).sum()
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
