@@ -100,6 +100,7 @@ class AutotuneTrainer(Trainer):
         self._amp_config, options = config_and_options(amp_config)
         self._controller_options = options | dict(controller_options or {})
         self._attached_model: nn.Module | None = None
+        self._prepared: Any = None  # the latest training step's inputs
         super().__init__(*args, **kwargs)
         raise_if_model_has_autocast(self, InvalidRequestError)
         # First, so that callbacks that report the logs get its metrics.
@@ -181,8 +182,9 @@ class AutotuneTrainer(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        is_training = cast("nn.Module", self.model).training
         prepared = super()._prepare_inputs(inputs)
-        if cast("nn.Module", self.model).training:
+        if is_training:
             self._prepared = copy.copy(prepared)  # some losses take keys out
         return prepared
 

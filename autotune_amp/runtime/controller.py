@@ -180,7 +180,6 @@ class PrecisionController(torch.amp.GradScaler):
         losses = [outputs] if isinstance(outputs, Tensor) else list(filter(torch.is_tensor, tree_leaves(outputs)))
         if losses:
             if self._scale is None:
-                self._ranks.note_device(losses)
                 self._scaler.place(losses[0].device, self._scaler.target, self._rule.growth_tracker)
             self._check.see_losses(losses, self._scale.device)
         scaled = super().scale(outputs) if self._scaler.is_scaling else outputs

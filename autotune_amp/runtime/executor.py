@@ -532,6 +532,7 @@ class Executor:
         self._refuse_fp8_without_model(self.precision)
         if number in self.optimizers:
             return
+        self.ranks.note_device(parameters_of(optimizer))
         refuse_half_parameters(optimizer, self.precision)
         if any(p.dtype in torch_state.HALF_DTYPES and not torch_state.is_packed(p) for p in parameters_of(optimizer)):
             self._withdraw_without_autocast()
