@@ -38,7 +38,7 @@ class BeginLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="beg
     """
 
     format: int = FORMAT
-    run_id: str = ""
+    run_id: str
     is_resumed: bool
     time: str
     device: str
