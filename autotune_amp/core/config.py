@@ -309,8 +309,9 @@ def setting_beyond_training_arguments(config: AmpConfig) -> Setting:
 
 
 class DemotedError(TrainingStoppedError):
-    """Raised when the controller falls back to a safer setting and `on_demotion` is ``"checkpoint_and_stop"``.
+    """Raised when the controller falls back to a safer setting in which the running loop is not to go on.
 
+    That is so if `on_demotion` is ``"checkpoint_and_stop"``, and for another batch size that the loop cannot follow.
     The training script should save a checkpoint and restart with `config`, the safer setting.
     """
 

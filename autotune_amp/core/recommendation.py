@@ -584,7 +584,7 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.replace(path)
     except (OSError, ValueError) as error:  # the latter for a NUL in the path
         raise StudyError(
-            f"{path} cannot be written: {cause(error)}.", "Free some space, or choose another folder with --out."
+            f"{path} cannot be written: {cause(error)}.", "Free some space, or choose another folder."
         ) from error
     finally:
         with suppress(OSError, ValueError):  # already moved, or never made

@@ -62,8 +62,7 @@ from autotune_amp.core.evidence import AUTOCAST_DTYPES
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.integrations.bridge import (
     AccumulationWindow,
-    config_from,
-    options_from,
+    config_and_options,
     raise_if_argument_differs,
     raise_if_window_differs,
 )
@@ -110,7 +109,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
         controller_options: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        self._own_config = config_from(config)
+        self._own_config, options = config_and_options(config)
         plugin = others.pop("gradient_accumulation_plugin", None)
         steps = others.pop("gradient_accumulation_steps", None) if plugin is None else plugin.num_steps
         raise_if_argument_differs("gradient_accumulation_steps", steps, self._own_config.accumulation_steps)
@@ -131,7 +130,7 @@ class AutotuneAccelerator(Accelerator):  # type: ignore[misc] # accelerate ships
                 "Use it on one device or with DistributedDataParallel; for DeepSpeed write its JSON with "
                 "`autotune-amp export --to deepspeed`.",
             )
-        self._controller_options = options_from(config) | dict(controller_options or {})
+        self._controller_options = options | dict(controller_options or {})
         self._rerun = rerun
         self._is_loss_in_autocast = False  # whether the running code is inside `autocast`
         self._is_last_pass: bool | None = None  # whether the pass is its window's last, in `windows`; None outside

@@ -15,14 +15,9 @@ from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import metric_values
 
 
-def config_from(source: AmpConfig | Recommendation) -> AmpConfig:
-    """Return `source` if it is a config, else the config of the recommendation."""
-    return source if isinstance(source, AmpConfig) else source.config
-
-
-def options_from(source: AmpConfig | Recommendation) -> dict[str, Any]:
-    """Return the controller's options that a recommendation brings: what its run needs to know its utilization."""
-    return {} if isinstance(source, AmpConfig) else {"measured_flops": source.measured_flops}
+def config_and_options(source: AmpConfig | Recommendation) -> tuple[AmpConfig, dict[str, Any]]:
+    """Return a config, or a recommendation's config and options: what its run's controller needs to know its MFU."""
+    return (source, {}) if isinstance(source, AmpConfig) else (source.config, {"measured_flops": source.measured_flops})
 
 
 def raise_if_argument_differs(name: str, argument: object, config_value: object) -> None:

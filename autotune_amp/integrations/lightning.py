@@ -77,9 +77,8 @@ from autotune_amp.core.setting import DEFAULTS, Setting
 from autotune_amp.dimensions.prepare import prepare
 from autotune_amp.integrations.bridge import (
     AccumulationWindow,
-    config_from,
+    config_and_options,
     numeric_metrics,
-    options_from,
     raise_if_argument_differs,
     raise_if_window_differs,
     replace_attributes,
@@ -116,11 +115,11 @@ class AutotunePrecision(Precision):
     """
 
     def __init__(self, config: AmpConfig | Recommendation, **options: Any) -> None:
-        self.config = config_from(config)
-        self._options = options_from(config) | options
+        self.config, own_options = config_and_options(config)
+        self._options = own_options | options
         self._controller: PrecisionController | None = None
         self._module: LightningModule | None = None
-        self._latest = LatestBatch()
+        self._latest: tuple[Any, ...] = ()  # the arguments of the latest training step
         self._window: Any = None  # the controller's `AccumulationWindow`, from `connect` on
 
     @property
@@ -167,9 +166,8 @@ class AutotunePrecision(Precision):
         options = self._options if is_trained else self._options | {"on_signal": None}
         self._controller = PrecisionController(self.config, module.trainer.strategy.root_device, **options)
         self._window = AccumulationWindow(self._controller)
-        callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined] # set without a type
-        if self._latest not in callbacks:
-            callbacks.append(self._latest)
+        # Not by a callback: a learning rate finder replaces the Trainer's.
+        vars(module.trainer.strategy)["training_step"] = self._run_step
         # A training_step that takes the steps itself cannot be rerun.
         self._controller.attach(model, self._recompute_loss if module.automatic_optimization else None)
         if saved_state is not None:
@@ -178,15 +176,23 @@ class AutotunePrecision(Precision):
 
     def teardown(self) -> None:
         """Restore the model and end the controller's reports. Its state is kept for the Trainer's next run."""
-        if self._controller is not None:
+        if self._controller is not None and self._module is not None:
             self._controller.detach()
+            vars(self._module.trainer.strategy).pop("training_step", None)
+            self._latest = ()
+
+    def _run_step(self, *args: Any) -> Any:
+        """Run the strategy's training step, and keep its arguments for the diagnosis."""
+        assert self._module is not None
+        self._latest, strategy = args, self._module.trainer.strategy
+        return type(strategy).training_step(strategy, *args)
 
     def _recompute_loss(self) -> Tensor:
         """Run ``training_step`` on the latest batch again and return its loss, divided by the accumulation steps.
 
         Logging is disabled, and the state of torchmetrics is restored.
         """
-        module, latest = self._module, self._latest
+        module = self._module
         assert module is not None
         trainer = module.trainer
         with ExitStack() as stack:
@@ -195,7 +201,7 @@ class AutotunePrecision(Precision):
                     stack.enter_context(replace_attributes(part, **NO_LOGGING))
                 elif isinstance(part, Metric):
                     stack.enter_context(_preserve_metric_state(part))
-            loss = training_loss(module, trainer.strategy.training_step, latest.batch, latest.batch_idx)
+            loss = loss_of(self._run_step(*self._latest))
         return loss / trainer.accumulate_grad_batches if isinstance(loss, Tensor) else loss  # a None is returned too
 
     def _raise_if_batches_differ(self) -> None:
@@ -214,9 +220,10 @@ class AutotunePrecision(Precision):
         None; raise it if there is no such callback.
         """
         try:
-            result = action()
-            self._raise_if_batches_differ()
-            return result
+            try:
+                return action()
+            finally:
+                self._raise_if_batches_differ()  # also in place of the controller's own error
         except TrainingStoppedError as error:
             callbacks: list[Callback] = self._module.trainer.callbacks if self._module else []  # type: ignore[attr-defined]
             callback = next((item for item in callbacks if isinstance(item, AutotuneCallback)), None)
@@ -292,26 +299,15 @@ class AutotunePrecision(Precision):
             self._raise_if_batches_differ()
 
 
-class LatestBatch(Callback):
-    """Callback that keeps the batch of the running training step, on its device, and releases it after the step."""
-
-    def __init__(self) -> None:
-        self.batch: Any = None
-        self.batch_idx = 0
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """Keep the batch."""
-        self.batch, self.batch_idx = batch, batch_idx
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Release the batch."""
-        self.batch = None
-
-
 def training_loss(module: LightningModule, step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
     """Call `step`, the module's training_step, on a batch; return its result, or the value of its key "loss"."""
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     output = step(batch, batch_idx) if takes_index else step(batch)
+    return loss_of(output)
+
+
+def loss_of(output: Any) -> Any:
+    """Return the output of a training_step, or the value of its key "loss"."""
     return output.get("loss") if isinstance(output, Mapping) else output
 
 
@@ -411,7 +407,7 @@ def trainer_arguments(config: AmpConfig | Recommendation, **others: Any) -> dict
 
     Raises `InvalidRequestError` if `others` contradict the config: another precision plugin, another accumulation.
     """
-    own_config = config_from(config)
+    own_config, _ = config_and_options(config)
     plugins, callbacks = _as_list(others.pop("plugins", None)), _as_list(others.pop("callbacks", None))
     precision: Any = others.pop("precision", None)
     precision = precision or next((p for p in plugins if isinstance(p, Precision | str)), None)

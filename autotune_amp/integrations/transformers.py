@@ -34,6 +34,7 @@ print(config.batch_size * config.accumulation_steps, tuned.controller.status().n
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -52,7 +53,7 @@ from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.dimensions.prepare import prepare
 from autotune_amp.integrations.accelerate import unwrap_optimizers
-from autotune_amp.integrations.bridge import config_from, options_from, raise_if_window_differs
+from autotune_amp.integrations.bridge import config_and_options, raise_if_window_differs
 from autotune_amp.precision.forward_wrapper import unwrap
 from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import metric_values
@@ -96,9 +97,10 @@ class AutotuneTrainer(Trainer):
         controller_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._amp_config = config_from(amp_config)
-        self._controller_options = options_from(amp_config) | dict(controller_options or {})
+        self._amp_config, options = config_and_options(amp_config)
+        self._controller_options = options | dict(controller_options or {})
         self._attached_model: nn.Module | None = None
+        self._prepared: Any = None  # the latest training step's inputs
         super().__init__(*args, **kwargs)
         raise_if_model_has_autocast(self, InvalidRequestError)
         # First, so that callbacks that report the logs get its metrics.
@@ -179,10 +181,28 @@ class AutotuneTrainer(Trainer):
         self.controller.count_tokens(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
 
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        is_training = cast("nn.Module", self.model).training
+        prepared = super()._prepare_inputs(inputs)
+        if is_training:
+            self._prepared = copy.copy(prepared)  # some losses take keys out
+        return prepared
+
     def _rerun(self) -> Tensor:
-        """Run the latest training step again without its backward pass, and return its loss."""
-        with collect_losses_without_backward(self.accelerator) as losses:
-            super().training_step(*self._latest)
+        """Run the latest training step again without its backward pass, and return its loss.
+
+        Neither are its inputs prepared again, which a trainer may generate or take from a buffer, nor are the trainer's
+        counters changed.
+        """
+        attributes, prepared = self.__dict__, self._prepared
+        before = dict(attributes)
+        attributes["_prepare_inputs"] = lambda _: copy.copy(prepared)
+        try:
+            with collect_losses_without_backward(self.accelerator) as losses:
+                super().training_step(*self._latest)
+        finally:
+            attributes.clear()
+            attributes.update(before)
         return torch.stack(losses).sum()
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:

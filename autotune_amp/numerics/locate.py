@@ -134,9 +134,13 @@ def _record_pass(passes: Passes, index: int, precision: Precision, scale: float)
 
 
 def nonfinite_parameters(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters that are not finite."""
-    parameters = parameters_by_name(model).items()
-    return tuple(name for name, parameter in parameters if health(parameter) is not Health.FINITE)
+    """Return the names of the parameters that `is_nonfinite_weight`."""
+    return tuple(name for name, parameter in parameters_by_name(model).items() if is_nonfinite_weight(parameter))
+
+
+def is_nonfinite_weight(parameter: Tensor) -> bool:
+    """Return whether a parameter has a number that is not finite; a frozen one may hold -inf, as an attention mask."""
+    return health(parameter) > (Health.FINITE if parameter.requires_grad else Health.MASKED)
 
 
 class Health(IntEnum):

@@ -195,13 +195,6 @@ class StepAmp(torch.amp.GradScaler):
             for inf in infs:
                 inf.fill_(1.0)
 
-    def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-        """Step all optimizers, or none if any gradient is non-finite. Synchronizes with the device."""
-        all_optimizers = list(optimizers)
-        self.unscale_together(all_optimizers)
-        stepped = [bool(self.step(optimizer)) for optimizer in all_optimizers]
-        return all(stepped)
-
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the step: set the loss scale to `new_scale`, or adapt it by GradScaler's rule."""
         self.num_updates += 1

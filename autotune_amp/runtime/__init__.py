@@ -71,9 +71,9 @@ It adds:
 * **Fallbacks of a recommendation carry measured plans.** A fallback is taken only if its memory fits; its batch size
   and accumulation steps are then in `controller.config`, and `for batch, is_last in controller.windows(loader)`
   follows them: it yields the passes of each accumulation window (divide the loss by `controller.window_size`),
-  splitting the loader's batches. For a mean over tokens: `windows(loader, weigh=lambda batch: (batch["labels"] !=
-  -100).sum())`, and the loss times `controller.window_share`. Fallbacks named in a config written by hand are taken
-  without such a check.
+  splitting the loader's batches; another loop ends there, with a `DemotedError` that has the config. For a mean over
+  tokens: `windows(loader, weigh=lambda batch: (batch["labels"] != -100).sum())`, and the loss times
+  `controller.window_share`. Fallbacks named in a config written by hand are taken without such a check.
 * **Code with its own `autocast(float16)`** can be stepped down through `attach(model)`: give it the module that your
   autocast wraps and your loop calls. The next window checks whether its layers run in the new precision; if not, the
   controller goes back and reports it. With neither `attach` nor `controller.autocast()` the controller only scales,

@@ -77,8 +77,8 @@ class PrecisionController(torch.amp.GradScaler):
 
     guard: check bf16 and fp32 steps too and skip those that are not finite. False leaves them alone, and undiagnosed.
     halt: raise `NotPrecisionError` or `NoRungFitsError` when the run must not go on; False skips such steps for ever.
-    on_demotion: "checkpoint_and_stop" raises `DemotedError` from `update()` after stepping down.
-    max_slowdown: refuse fallbacks measured to take more than this many times as long.
+    on_demotion: "checkpoint_and_stop" raises `DemotedError` from `update()` after stepping down; so does a fallback
+        with another batch size in a loop that does not go over `windows`.
     promote: go back up, after 2000 clean steps, if a rerun (see `attach`) at 16 times the loss scale is finite.
     on_signal: called in `update()` at the end of the window in which SIGTERM came, as Slurm ends a job; on accelerators
         of the next. Give it on every rank or on none. Afterwards, and by `detach`, the previous handler is restored; it
@@ -110,7 +110,6 @@ class PrecisionController(torch.amp.GradScaler):
         guard: bool = True,
         halt: bool = True,
         on_demotion: OnDemotion = "continue",
-        max_slowdown: float | None = None,
         promote: bool = False,
         on_signal: Callable[[], object] | None = None,
         process_group: ProcessGroup | None = None,
@@ -118,7 +117,8 @@ class PrecisionController(torch.amp.GradScaler):
         run_log: str | os.PathLike[str] | None = None,
         measured_flops: MeasuredFlops | None = None,
     ) -> None:
-        self._ranks = ranks = Ranks(checked_device(device), process_group)
+        is_assumed = ":" not in str(device)
+        self._ranks = ranks = Ranks(checked_device(device), process_group, is_assumed=is_assumed)
         self._on_signal = on_signal
         self._end_signal: EndSignal | None = None
         self._check = GradientCheck(ranks)
@@ -138,7 +138,6 @@ class PrecisionController(torch.amp.GradScaler):
             guards=guard,
             halts=halt,
             on_demotion=on_demotion,
-            max_slowdown=max_slowdown,
         )
         backoff_factor = self._rule.backoff_factor
         super().__init__(ranks.device.type, self._rule.scale, self._rule.growth_factor, 0.5, self._rule.growth_interval)
@@ -146,7 +145,7 @@ class PrecisionController(torch.amp.GradScaler):
         # A window lasts from the first autocast() or scale() until update(). A move may call the user's closure.
         self._is_in_window = self._is_moving = False
         self._watches_backward = False  # by hooks of the losses, once the loop may have dropped a window's gradients
-        self._windows = windows.Windows()
+        self._position = windows.WindowPosition()  # of the loop in `windows`
         self._train_step = TrainStep(self._executor)
         self._executor.apply()
         self.open()
@@ -211,7 +210,7 @@ class PrecisionController(torch.amp.GradScaler):
         """
         if num_tokens is not None:
             self._metrics.count_tokens(num_tokens)
-        return self._train_step.run(self, self._windows.current, closure, optimizer, clip_norm)
+        return self._train_step.run(self, self._position, closure, optimizer, clip_norm)
 
     def count_tokens(self, batch: Any) -> None:
         """Count the tokens of a batch, as `train_step` does with `num_tokens`: those of its ``input_ids`` that its
@@ -242,18 +241,15 @@ class PrecisionController(torch.amp.GradScaler):
         """Return whether `unscale_` or `step` was called for the optimizer since the last update."""
         return self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
 
-    def unscale_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> int | Tensor:
-        """Call `unscale_` on all optimizers, to clip by a single norm: a non-finite gradient in one skips all.
-
-        Returns their joint verdict, see `scaler`.
-        """
+    def unscale_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Call `unscale_` on all optimizers, to clip by a single norm: a non-finite gradient in one skips all."""
         given = list(optimizers)
         if not self._enabled:
-            return CLEAN
+            return
         for optimizer in given:
             if not self.is_unscaled(optimizer):
                 self.unscale_(optimizer)
-        return self._check.join(given, self._per_optimizer_states)
+        self._check.join(given, self._per_optimizer_states)
 
     def _examine(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor | None, *, is_first: bool = True) -> None:
         self._executor.register_optimizer(self._check.number_of(optimizer), optimizer)
@@ -294,13 +290,6 @@ class PrecisionController(torch.amp.GradScaler):
         else:
             value = super().step(optimizer, *args, **kwargs)
         return StepResult(verdict if isinstance(verdict, int) else check.verdict_of(optimizer), value)
-
-    def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
-        """Step all optimizers or none: a non-finite gradient in one skips all. Synchronizes with the device."""
-        given = list(optimizers)
-        worst = self.unscale_together(given)
-        _ = [self.step(optimizer) for optimizer in given]
-        return int(worst) == CLEAN
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the accumulation window and update the loss scale, to `new_scale` if given. The precision may change.
@@ -456,22 +445,30 @@ class PrecisionController(torch.amp.GradScaler):
         """
 
         def next_shape() -> tuple[int, int]:
+            self._executor.uses_windows = True
             self._carry_out_requests()
             plan = self.config
             return windows.shape(self._executor.own_config.batch_size, plan.batch_size, plan.accumulation_steps)
 
-        yield from self._windows.over(iter(loader), next_shape, weigh)
+        position: windows.WindowPosition | None = None
+        try:
+            for batch, position in windows.passes(iter(loader), next_shape, weigh):
+                self._position = position
+                yield batch, position.is_last
+        finally:
+            if self._position is position:  # another loop may have started meanwhile
+                self._position = windows.WindowPosition()
         self.synchronize()
 
     @property
     def window_size(self) -> int:
         """Return the backward passes in the current window of `windows`, else the config's accumulation steps."""
-        return len(self._windows.current.shares) or self.config.accumulation_steps
+        return len(self._position.shares) or self.config.accumulation_steps
 
     @property
     def window_share(self) -> float:
         """Return the current pass's share of the window's total weight by `weigh`; without it, of its passes."""
-        share = self._windows.current.share
+        share = self._position.share
         return 1 / self.window_size if share is None else share
 
     def discard_window(self) -> None:
@@ -507,6 +504,7 @@ class PrecisionController(torch.amp.GradScaler):
             if not found.is_from_closure:
                 raise InvalidRequestError("A model is attached already.", "Make another controller for another model.")
             self._executor.detach()
+        self._ranks.note_device(model.parameters())
         self._executor.attach(AttachedModel(model, rerun, self._ranks.device))
 
     def detach(self) -> None:

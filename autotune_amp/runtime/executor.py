@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Literal, cast
@@ -27,6 +27,7 @@ from autotune_amp.dimensions.attention import FUSED_BACKENDS, forget_compiled_at
 from autotune_amp.hardware import cuda
 from autotune_amp.hardware.device import load_device_module
 from autotune_amp.precision import torch_state
+from autotune_amp.precision.forward_wrapper import computes_in_half
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.step_amp import parameters_of
 from autotune_amp.runtime import diagnosis
@@ -75,7 +76,6 @@ class Executor:
         guards: bool,
         halts: bool,
         on_demotion: OnDemotion,
-        max_slowdown: float | None,
     ) -> None:
         self.own_config = config
         self.plans = config.plans  # for the rungs below the config's own
@@ -85,6 +85,7 @@ class Executor:
         self.is_off = False
         policy.can_move = False  # until the loop gives a way to change its precision
         self.uses_own_autocast = False  # whether the loop uses the controller's autocast
+        self.uses_windows = False  # whether the loop goes over `windows`, which split its batches as a plan says
         self.is_validating = False  # in a precision of its own, during which no move may be made
         self.model: AttachedModel | None = None
         self.history: list[MoveRecord] = []
@@ -106,8 +107,11 @@ class Executor:
         self.optimizers = KnownOptimizers()
         self._forward = diagnosis.ForwardWatch()
         self._rerun_has_failed = False
+        self._computes_in_half = False  # weights or quantized layers outside of autocast too
         self._culprit: str | None = None
-        _withdraw_unfit(policy, self.plans, max_slowdown, ranks.device)
+        for plan in self.plans:
+            if plan.precision == "bf16" and ranks.device.type == "cuda" and not cuda.is_bf16_native(ranks.device):
+                policy.withdraw("bf16", "this GPU only emulates it")
         missing = {name: value for name, value in config.environment.items() if os.environ.get(name) != value}
         if missing:
             log.warning(_MISSING_VARIABLES, " ".join(f"{name}={value}" for name, value in missing.items()))
@@ -234,24 +238,32 @@ class Executor:
         Raises `InvalidRequestError` for a config in fp8 if no layer can run in it, and for a missing module to pin.
         """
         own = self.own_config
-        if own.precision == "fp8" and (why_not := model.why_not_fp8(own.fp8_recipe)) is not None:
+        if self.pinned_model is not None and self.pinned_model() is not model.model:  # its modules have other names
+            self.pins_to_come = own.pinned_modules
+        try:
+            if own.precision == "fp8" and (why_not := model.why_not_fp8(own.fp8_recipe)) is not None:
+                raise InvalidRequestError(
+                    f"The config's fp8 cannot be had on this model: {why_not}.", "Attach the model that was searched."
+                )
+            model.pin(self.pins_to_come)
+        except InvalidRequestError:
             model.detach()
-            raise InvalidRequestError(
-                f"The config's fp8 cannot be had on this model: {why_not}.", "Attach the model that was searched."
-            )
+            raise
         self.model = model
         self.policy.can_move = True
         self.policy.can_rerun = model.rerun is not None
-        if model.has_frozen_half_weights:
-            for name, its in MODES.items():
-                if not its.uses_autocast:
-                    self.policy.withdraw(
-                        name, "the model's weights or quantized layers in half precision would not multiply"
-                    )
-        if self.pinned_model is not None and self.pinned_model() is not model.model:  # its modules have other names
-            self.pins_to_come = own.pinned_modules
-        model.pin(self.pins_to_come)
+        if computes_in_half(model.model):
+            self._withdraw_without_autocast()
         self.apply()
+
+    def _withdraw_without_autocast(self) -> None:
+        """Withdraw the precisions without autocast, whose fp32 activations half-precision weights cannot multiply."""
+        self._computes_in_half = True
+        for name, its in MODES.items():
+            if not its.uses_autocast:
+                self.policy.withdraw(
+                    name, "the model's weights or quantized layers in half precision would not multiply"
+                )
 
     def use_rerun(self, closure: Callable[[], Tensor] | None) -> None:
         """Use `closure`, or none, for later diagnoses. Once a closure has failed there are none."""
@@ -319,8 +331,10 @@ class Executor:
         """Pass the result of an update to the policy, the metrics and the callbacks, in order and once each."""
         if not result.verdicts:
             return
-        result = result._replace(lost_share=self.policy.usable_lost_share(result.lost_share))
         worst, is_checking = result.worst, self.is_checking
+        # Beside infinite entries all others are negligible.
+        share = self.policy.usable_lost_share(result.lost_share) if worst == CLEAN else None
+        result = result._replace(lost_share=share)
         self.metrics.begin_update(result, is_overflow=worst == BAD_LOSS and self._forward_overflowed())
         if worst == CLEAN:
             self._forward.end()
@@ -393,6 +407,8 @@ class Executor:
 
     def _move(self, move: Action) -> Action | None:
         policy, before, reason = self.policy, self.policy.precision, move.reason
+        stops = move.kind == "demotion" and self._on_demotion == "checkpoint_and_stop"
+        next_step = "Save a checkpoint with the controller's state_dict() and start again with the error's config."
         if move.kind == "demotion":
             plan, own = self.plans[move.rung - 1], self.own_config
             if self.is_advisory:
@@ -402,6 +418,9 @@ class Executor:
                 return policy.refuse(move, reasons[0])
             if (plan.batch_size, plan.accumulation_steps) != (own.batch_size, own.accumulation_steps):
                 reason += f"; batch size {plan.batch_size} with {plan.accumulation_steps} accumulation steps fits"
+                if not (stops or self.uses_windows):
+                    stops = True
+                    next_step += " Over controller.windows(loader) a loop goes on, with the loader's batches split."
         if move.kind == "pin":
             assert self.model is not None  # a pin follows from a diagnosis, which needs a model
             self.model.pin(move.modules)
@@ -411,12 +430,9 @@ class Executor:
         follows = policy.confirm(move)
         self.apply()
         self._note(cast("RecordKind", move.kind), policy.precision, reason, before)
-        if move.kind == "demotion" and self._on_demotion == "checkpoint_and_stop":
-            raise DemotedError(
-                f"The precision was stepped down from {before} to {policy.precision}: {move.reason}.",
-                "Save a checkpoint with the controller's state_dict() and start again with the error's config.",
-                self.config,
-            )
+        if stops:
+            told = f"The precision was stepped down from {before} to {policy.precision}: {reason}."
+            raise DemotedError(told, next_step, self.config)
         return follows
 
     def _advise(self, reason: str) -> None:
@@ -472,7 +488,7 @@ class Executor:
             policy.scale_before_burst if policy.is_scaling else 1.0,
             finds_pins=not policy.has_pinned,
             is_whole=not self.ranks.any(model.num_window_passes > 1),
-            can_run_fp32=not model.has_frozen_half_weights,
+            can_run_fp32=not self._computes_in_half,
         )
         self._withdraw_failed(rerunner)
         self._culprit = finding.culprit
@@ -516,7 +532,10 @@ class Executor:
         self._refuse_fp8_without_model(self.precision)
         if number in self.optimizers:
             return
+        self.ranks.note_device(parameters_of(optimizer))
         refuse_half_parameters(optimizer, self.precision)
+        if any(p.dtype in torch_state.HALF_DTYPES and not torch_state.is_packed(p) for p in parameters_of(optimizer)):
+            self._withdraw_without_autocast()
         if not self.optimizers:
             last = self.history[-1] if self.history else None
             log.info("%s", _introduction(self.policy, self.scaler, last, self.ranks.device, checks=self.is_checking))
@@ -525,7 +544,7 @@ class Executor:
             if self.is_advisory and MODES[self.precision].uses_autocast:
                 log.warning(_ADVISORY)
         self.optimizers.add(number, optimizer)
-        self.metrics.num_gradient_entries += sum(p.numel() for p in parameters_of(optimizer) if p.requires_grad)
+        self.metrics.num_gradient_entries = self.optimizers.num_gradient_entries()
 
     def refuse_by_hand(self, name: Precision) -> None:
         """Raise `InvalidRequestError` for a precision that the loop or the model cannot be switched to."""
@@ -537,10 +556,10 @@ class Executor:
                 f"The precision cannot be changed to {name}: the controller is advisory.",
                 "Use controller.autocast() around the forward pass, or controller.attach(model).",
             )
-        if not MODES[name].uses_autocast and self.model is not None and self.model.has_frozen_half_weights:
+        if not MODES[name].uses_autocast and self._computes_in_half:
             raise InvalidRequestError(
-                f"The model cannot run in {name}: frozen weights or quantized layers are in half precision.",
-                "Stay in bf16 or fp16, or convert frozen weights with model.float().",
+                f"The model cannot run in {name}: weights or quantized layers are in half precision.",
+                "Stay in bf16 or fp16, or convert weights with model.float().",
             )
 
     def _refuse_fp8_without_model(self, name: Precision) -> None:
@@ -577,25 +596,6 @@ class Executor:
 
 
 # -- whether a fallback fits this device -------------------------------------------------------------------------------
-
-
-def _withdraw_unfit(
-    policy: Policy, plans: Iterable[FallbackPlan], max_slowdown: float | None, device: torch.device
-) -> None:
-    """Withdraw plans slower than `max_slowdown`, and bf16 if the device only emulates it.
-
-    Raises `InvalidRequestError` for a limit on a slowdown that was not measured.
-    """
-    for plan in plans:
-        if max_slowdown is not None and plan.slowdown is None:
-            raise InvalidRequestError(
-                f"max_slowdown={max_slowdown} cannot be kept: the speed of {plan.precision} was not measured.",
-                "Use a config that a search recommended, or leave max_slowdown out.",
-            )
-        if max_slowdown is not None and plan.slowdown is not None and plan.slowdown > max_slowdown:
-            policy.withdraw(plan.precision, f"{plan.slowdown:.2g} times slower, above {max_slowdown:g}")
-        if plan.precision == "bf16" and device.type == "cuda" and not cuda.is_bf16_native(device):
-            policy.withdraw("bf16", "this GPU only emulates it")
 
 
 def _why_not_in_memory(plan: FallbackPlan, device: torch.device) -> str | None:

@@ -125,8 +125,7 @@ class MetricsRecorder:
         self._token_reader = LaggedReader()
         fp32_plans = (plan for plan in config.plans if plan.precision == "fp32")
         self._fp32_memory_bytes = next((plan.peak_memory_bytes for plan in fp32_plans), None)
-        gpu = cuda.uuid(ranks.device) if ranks.device.type == "cuda" else None
-        self._gpu_sampler = None if gpu is None else GpuSampler(gpu, str(ranks.device))
+        self._gpu_sampler: GpuSampler | None = None  # from the first update on
 
     @property
     def gpu_sensors(self) -> GpuSensors:
@@ -333,7 +332,7 @@ class MetricsRecorder:
         self.num_unexplained = 0  # a count that was reported must not decrease
         if self.run_log is None and not self.sink_threads:
             return
-        line = event(**self.current_readings(), **fields)
+        line = event(run_id=self.run_id or "", **self.current_readings(), **fields)
         if self.run_log is not None:
             self.run_log.write(line)
         if not self.sink_threads or isinstance(line, BeginLine):
@@ -346,11 +345,15 @@ class MetricsRecorder:
             sink_thread.send(dict(values))
 
     def _begin(self) -> None:
-        """Write the first line at the first update: by then the run knows its ranks and has loaded its checkpoint."""
+        """Write the first line at the first update: by then the run knows its ranks and its device, and has loaded
+        its checkpoint.
+        """
         if self._has_begun:
             return
         self._has_begun = True
         ranks = self._ranks
+        if self._gpu_sampler is None and ranks.device.type == "cuda" and (gpu := cuda.uuid(ranks.device)) is not None:
+            self._gpu_sampler = GpuSampler(gpu, str(ranks.device))
         # Without a process group by now it is a run of its own, whatever rank its launcher gave it.
         rank = ranks.rank if ranks.are_many else 0
         if rank != 0:
@@ -361,7 +364,6 @@ class MetricsRecorder:
         self.run_id = self.run_id or uuid.uuid4().hex
         self._report(
             BeginLine,
-            run_id=self.run_id,
             is_resumed=self._policy.num_updates > 0,
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             device=str(ranks.device),

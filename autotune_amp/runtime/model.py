@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autotune_amp.core.precisions import Precision
 from autotune_amp.dimensions import FP8_RECIPE
 from autotune_amp.dimensions.live_training import LiveTraining
-from autotune_amp.precision import forward_wrapper, fp8, torch_state
+from autotune_amp.precision import forward_wrapper, fp8
 from autotune_amp.precision.forward_wrapper import modules_named, names_matching, unwrap
 
 
@@ -74,17 +74,6 @@ class AttachedModel:
             forward_wrapper.unpin(module)
             forward_wrapper.stop_observing(module)
         self._hook.remove()
-
-    @property
-    def has_frozen_half_weights(self) -> bool:
-        """Whether frozen weights, or the inputs of quantized layers, are in half precision, which fp32 activations
-        cannot be multiplied with.
-        """
-        is_quantized_in_half = any(True for _ in forward_wrapper.layers_with_half_compute_dtype(self.model))
-        return is_quantized_in_half or any(
-            p.dtype in torch_state.HALF_DTYPES and not p.requires_grad and not torch_state.is_packed(p)
-            for p in self.model.parameters()
-        )
 
     @property
     def can_be_forced(self) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.precisions import Precision
-from autotune_amp.numerics.locate import Health, health, nonfinite_parameters
+from autotune_amp.numerics.locate import is_nonfinite_weight, nonfinite_parameters
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.step_amp import needs_closure, parameters_of
 from autotune_amp.precision.torch_state import HALF_DTYPES
@@ -104,9 +104,17 @@ class KnownOptimizers:
         """Register an optimizer by a weak reference."""
         self._known[number] = weakref.ref(optimizer)
 
+    def _living(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for reference in self._known.values() if (optimizer := reference()) is not None]
+
+    def num_gradient_entries(self) -> int:
+        """Return the number of entries of all gradients, without those of optimizers that are gone."""
+        trained = (p for optimizer in self._living() for p in parameters_of(optimizer) if p.requires_grad)
+        return sum(parameter.numel() for parameter in trained)
+
     def may_hold_gradients(self) -> bool:
         """Return whether any optimizer may hold gradients, which is unknown as long as none was stepped."""
-        known = [optimizer for reference in self._known.values() if (optimizer := reference()) is not None]
+        known = self._living()
         # FSDP, whose parameters are DTensors, keeps the gradients of a pass without an exchange elsewhere.
         return not known or any(
             parameter.grad is not None or hasattr(parameter, "to_local")
@@ -154,5 +162,5 @@ class KnownOptimizers:
             f"one of shape {tuple(parameter.shape)} of {type(optimizer).__name__} {number + 1}"
             for optimizer, number in held
             for parameter in ([] if optimizer is None else parameters_of(optimizer))
-            if id(parameter) not in own and health(parameter) is not Health.FINITE
+            if id(parameter) not in own and is_nonfinite_weight(parameter)
         )

@@ -207,7 +207,6 @@ class PolicyState:
     rung: Whole = 0
     phase: Phase = "STARTUP"
     num_updates: Whole = 0
-    num_skips: Whole = 0
     dwell: Whole = 0
     bad_run: Whole = 0
     clean_run: Whole = 0
@@ -367,7 +366,6 @@ class Policy(PolicyState):
             self.scale.floor = max(MIN_LOSS_SCALE, min(1.0, float32(self.scale.scale * 2.0**-12)))
 
     def _bad(self, signal: Signal) -> Action | None:
-        self.num_skips += 1
         self.clean_run = 0
         if self.phase == "BLAMED" and self.is_scaling and not signal.loss_nonfinite:
             scale_before = self.scale.scale

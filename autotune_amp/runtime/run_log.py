@@ -1,7 +1,8 @@
 """Run log: a training run as a file of JSON lines, written by the controller and read for its report. No torch.
 
-A run begins with a `BeginLine`, and so does each of its resumptions, with the same `run_id`: several runs may share a
-file. A run resumed from an earlier checkpoint repeats some updates: their first lines are ignored when reading.
+A run begins with a `BeginLine`, and so does each of its resumptions. Every line has its run's id, so several runs may
+share a file, at the same time too. A run resumed from an earlier checkpoint repeats some updates: their first lines
+are ignored when reading.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from autotune_amp.runtime.status import Readings
 
 log = logging.getLogger("autotune_amp.runtime")
 
-FORMAT = 2
+FORMAT = 3
 _MAX_BEGIN_BYTES = 1 << 20  # of a log's first line, which is read to recognize the file
 _SIGNATURE = b'{"event":"begin",'
 _HOW_TO_MAKE_ONE = 'Give a file that PrecisionController(config, run_log="run.jsonl") wrote.'
@@ -49,10 +50,13 @@ class BeginLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="beg
 class SampleLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="sample"):
     """Line written every 64 updates and when the loss scale changed. `loss` is None if not finite or not seen."""
 
+    run_id: str = ""
+
 
 class MoveLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="move"):
     """Line for a move, or for advice of an advisory controller; see `autotune_amp.runtime.status.MoveRecord`."""
 
+    run_id: str = ""
     kind: str = msgspec.field(name="move")
     before: Precision
     after: Precision
@@ -110,7 +114,7 @@ class RunLog:
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """Latest run in a log, with its lines in the order of updates; the first is a `BeginLine`.
+    """Run in a log that began last, with its lines in the order of updates; the first is a `BeginLine`.
 
     A run that was posted to a service has no `BeginLine`.
 
@@ -136,7 +140,7 @@ class LoggedRun:
 
 
 def read(path: str | os.PathLike[str]) -> LoggedRun:
-    """Return the latest run in the log at `path`.
+    """Return the run that began last in the log at `path`.
 
     Raises `FormatError` if the file is no run log, has a newer format, or is damaged in a way that a kill cannot
     explain.
@@ -146,7 +150,7 @@ def read(path: str | os.PathLike[str]) -> LoggedRun:
     except OSError as error:
         raise FormatError(f"{path} cannot be read: {cause(error)}.", _HOW_TO_MAKE_ONE) from error
     runs: dict[str, list[Line]] = {}
-    lines: list[Line] = []  # of the run being read
+    lines: list[Line] = []  # of the run that began last
     num_cut_lines = 0
     for number, text in enumerate(written, start=1):
         if other := _other_format(text):
@@ -166,9 +170,9 @@ def read(path: str | os.PathLike[str]) -> LoggedRun:
         if isinstance(line, BeginLine):
             before = runs.get(line.run_id, []) if line.is_resumed else []
             lines = runs[line.run_id] = [known for known in before if known.update <= line.update]
-        elif not lines:
-            raise FormatError(f"{path} line {number} comes before any run begins.", _HOW_TO_MAKE_ONE)
-        lines.append(line)
+        elif line.run_id not in runs:
+            raise FormatError(f"{path} line {number} comes before its run begins.", _HOW_TO_MAKE_ONE)
+        runs[line.run_id].append(line)
     if not lines:
         raise FormatError(f"{path} holds no run.", _HOW_TO_MAKE_ONE)
     return LoggedRun(tuple(lines), len(runs) - 1, num_cut_lines)

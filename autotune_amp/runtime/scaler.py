@@ -50,11 +50,26 @@ def checked_device(device: str | torch.device) -> torch.device:
 
 
 class Ranks:
-    """Ranks of `process_group`, or with None all of them. Every method is a collective: call it on all ranks."""
+    """Ranks of `process_group`, or with None all of them. Methods that compare values are collectives: call them on all
+    ranks.
 
-    def __init__(self, device: torch.device, process_group: dist.ProcessGroup | None = None) -> None:
+    `device`: this process's. If it `is_assumed`, since the caller named no index, `note_device` replaces it.
+    """
+
+    def __init__(
+        self, device: torch.device, process_group: dist.ProcessGroup | None = None, *, is_assumed: bool = False
+    ) -> None:
         self.device = device
+        self._is_assumed = is_assumed
         self._group = process_group
+
+    def note_device(self, tensors: Iterable[Tensor]) -> None:
+        """Replace an assumed device by that of the first tensor of its type: the current device need not be the one
+        that this process trains on.
+        """
+        if self._is_assumed:
+            found = next((tensor.device for tensor in tensors if tensor.device.type == self.device.type), None)
+            self.device, self._is_assumed = found or self.device, found is None
 
     @property
     def rank(self) -> int:
@@ -154,7 +169,7 @@ class UpdateWindow:
 
     num_passes: int = 0
     has_run_backward: bool = False  # in this process
-    loss: float | Tensor = 0.0  # of the latest pass
+    loss: float | Tensor = 0.0  # of all passes: each scales its part
     loss_probe: float | Tensor = 0.0  # 0 times every loss: NaN if one was not finite
     dropped_probe: float | Tensor = 0.0  # of batches before whose gradients the loop dropped
     scale_was_read: bool = False  # after a backward pass
@@ -305,12 +320,15 @@ class GradientCheck:
         window = self.window
         value = loss if loss.numel() == 1 else loss.sum(dtype=torch.float32)
         if self.is_on_host(value):
-            window.loss = value.item()
-            if not math.isfinite(window.loss):
+            known = value.item()
+            if not math.isfinite(known):
                 window.loss_probe = math.nan
+            window.loss = window.loss + known
             return
-        window.loss = value.float().reshape(()).to(device)
-        window.loss_probe = window.loss_probe + window.loss * 0.0
+        late = value.float().reshape(()).to(device)
+        window.loss_probe = window.loss_probe + late * 0.0
+        is_first = isinstance(window.loss, float) and window.loss == 0.0  # an addition would launch a kernel
+        window.loss = late if is_first else late + window.loss
 
     def examine(
         self, optimizer: torch.optim.Optimizer, device: torch.device, inv_scale: Tensor | None, *, samples: bool
@@ -338,9 +356,8 @@ class GradientCheck:
         is_clean = isinstance(own := window.verdicts.get(number, NO_GRADIENTS), Tensor) or own == CLEAN
         return is_clean and not window.is_joint and any(isinstance(v, Tensor) or v > CLEAN for v in others)
 
-    def join(self, optimizers: Sequence[torch.optim.Optimizer], states: Mapping[int, Any]) -> int | Tensor:
-        """Set the verdict of all optimizers with gradients to the worst one, in GradScaler's `states` too, and return
-        it.
+    def join(self, optimizers: Sequence[torch.optim.Optimizer], states: Mapping[int, Any]) -> None:
+        """Set the verdict of all optimizers with gradients to the worst one, in GradScaler's `states` too.
 
         Synchronizes only if an optimizer's own verdict is on the host and another's on the device.
         """
@@ -358,7 +375,6 @@ class GradientCheck:
             for optimizer in optimizers:
                 for found in states[id(optimizer)]["found_inf_per_device"].values():
                     found.copy_(worst.clamp(CLEAN, OVERFLOW), non_blocking=True)
-        return worst
 
     def _verdict(self, found: Tensor | None, device: torch.device) -> tuple[int | Tensor, Tensor | None]:
         """Return the verdict, and the value that `examine` returns."""

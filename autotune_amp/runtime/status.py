@@ -78,7 +78,9 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True, rename=_metric_name):
         NotNegative | None,
         _meta("Share of the machine's own measured rate of matrix products in this precision that steps attain."),
     ] = None
-    loss: Annotated[float | None, _meta("Loss of the last backward pass if finite, largest of all ranks.")] = None
+    loss: Annotated[
+        float | None, _meta("Loss of an update, summed over its passes, if finite; largest of all ranks.")
+    ] = None
     peak_memory_bytes: Annotated[
         Whole | None, _meta("Peak memory of tensors on the device; on a CPU the process's present memory.", "By")
     ] = None

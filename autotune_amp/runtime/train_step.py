@@ -143,7 +143,7 @@ class TrainStep:
     def _rerun_by(self, closure: Callable[[], Tensor], optimizers: Sequence[Optimizer]) -> None:
         executor = self._executor
         if executor.model is None and not self._has_looked:
-            self._has_looked = True
+            executor.ranks.note_device(parameter for one in optimizers for parameter in parameters_of(one))
             found = self._attachment(trained_model(closure, optimizers), closure)
             if executor.ranks.any(found is None) or found is None:  # the ranks diagnose together or not at all
                 log.warning(
@@ -151,8 +151,9 @@ class TrainStep:
                     "so steps that fail are not diagnosed: call controller.attach(model) once."
                 )
             else:
-                self._closure = closure
                 executor.attach(found)
+                self._closure = closure
+            self._has_looked = True
         if executor.model is None:
             return
         key = tuple(map(id, optimizers))

@@ -44,29 +44,6 @@ class WindowPosition:
         return loss * self.shares[self.index] if self._is_weighed else loss / len(self.shares)
 
 
-class Windows:
-    """Position of a loop over accumulation windows, in `current`."""
-
-    def __init__(self) -> None:
-        self.current = WindowPosition()
-
-    def over(
-        self,
-        batches: Iterator[Batch],
-        next_shape: Callable[[], tuple[int, int]],
-        weigh: Callable[[Batch], float | Tensor] | None,
-    ) -> Iterator[tuple[Batch, bool]]:
-        """Yield (batch, is_last) for every pass of `passes`, and keep `current` up to date."""
-        position: WindowPosition | None = None
-        try:
-            for batch, position in passes(batches, next_shape, weigh):
-                self.current = position
-                yield batch, position.is_last
-        finally:
-            if self.current is position:  # another loop may have started meanwhile
-                self.current = WindowPosition()
-
-
 def passes(
     batches: Iterator[Batch], next_shape: Callable[[], tuple[int, int]], weigh: Callable[[Batch], float | Tensor] | None
 ) -> Iterator[tuple[Batch, WindowPosition]]:

@@ -260,6 +260,27 @@ def test_the_status_has_the_sensors_of_this_card_and_its_support_of_each_precisi
     assert training.controller.status().temperature_celsius is None
 
 
+two_cards = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
+
+
+@two_cards
+@pytest.mark.parametrize("attaches", [True, False])
+def test_a_device_without_an_index_is_the_card_that_the_model_is_on(attaches: bool, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    model = nn.Linear(8, 1).to("cuda:1")
+    controller = PrecisionController(config(), DEVICE, run_log=path)
+    if attaches:
+        controller.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with controller.autocast():
+        loss = model(torch.ones(4, 8, device="cuda:1")).float().mean()
+    controller.backward(loss)
+    controller.step(optimizer)
+    controller.update()
+    controller.detach()
+    assert run_log.read(path).begin.device == "cuda:1"
+
+
 class Split(nn.Module):
     """A layer on each of two cards and one on the host, as PyTorch's tutorial of model parallelism splits a model."""
 
@@ -271,7 +292,7 @@ class Split(nn.Module):
         return self.second(self.first(self.host(inputs).to("cuda:0")).to("cuda:1")).float().square().mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
+@two_cards
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 def test_a_model_that_is_split_over_cards_and_host_is_trained_and_guarded(precision: Precision) -> None:
     model, controller = Split(), PrecisionController(config(precision), DEVICE)

@@ -53,6 +53,17 @@ def test_an_overflow_in_the_middle_demotes_and_the_checkpoint_goes_on_at_the_run
     assert resumed.controller.status().num_updates == 14
 
 
+def test_a_diagnosis_leaves_the_counters_and_the_prepared_inputs_of_another_trainer_alone(tmp_path: Path) -> None:
+    from trainer_samples import AutotuneBuffered, rows, trainer
+
+    data = rows(6 * BATCH, large=range(2 * BATCH, 4 * BATCH))
+    run = trainer(fp16(), tmp_path, data, max_steps=6, kind=AutotuneBuffered)
+    run.train()
+    (move,) = run.controller.status().history
+    assert (move.kind, "first in module" in move.reason) == ("demotion", True)
+    assert (run.step, run.num_prepared) == (6, 6)
+
+
 @pytest.mark.parametrize("batch_size", [BATCH, BATCH // 2])
 def test_a_run_that_has_to_stop_ends_with_a_checkpoint_to_go_on_from(tmp_path: Path, batch_size: int) -> None:
     """Where every demotion is to stop it, and where a fallback takes another batch size."""

@@ -136,6 +136,21 @@ def test_a_fallback_measured_with_another_batch_size_ends_with_a_checkpoint_to_g
         trainer(tmp_path, **trainer_arguments(config)).fit(Net(), loader(), ckpt_path=path)
 
 
+def test_a_failure_is_diagnosed_after_a_search_for_the_learning_rate_too(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import LearningRateFinder
+    from lightning_samples import Net, loader, trainer
+
+    from autotune_amp.integrations.lightning import trainer_arguments
+
+    net = Net(first_large=5)
+    net.lr = 0.05  # type: ignore[assignment] # the finder's
+    finder = LearningRateFinder(num_training_steps=10, max_lr=0.1)
+    run = trainer(tmp_path, **trainer_arguments(fp16(fallback=["fp32"]), callbacks=[finder]))
+    run.fit(net, loader())
+    (move,) = controller_of(run).status().history
+    assert (move.kind, "module net.0" in move.reason) == ("demotion", True)
+
+
 def test_manual_optimization_with_two_optimizers_is_guarded_and_demoted(tmp_path: Path) -> None:
     from lightning_samples import NUM_BATCHES, Pair, loader, trainer
 

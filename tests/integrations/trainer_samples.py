@@ -89,6 +89,26 @@ class Noting(Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
+class Buffered(Trainer):
+    """Prepares the inputs of a step by its number, as trainers do that generate them."""
+
+    step = num_prepared = 0
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        self.num_prepared += 1
+        assert self.num_prepared == self.step + 1
+        return super()._prepare_inputs(inputs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.step += 1
+        return loss
+
+
+class AutotuneBuffered(AutotuneTrainer, Buffered):
+    pass
+
+
 def rows(num_rows: int, large: range = range(0)) -> list[dict[str, Tensor]]:
     """Rows whose labels a line fits; those in `large` have inputs past fp16's range."""
     generator = torch.Generator().manual_seed(1)
@@ -107,8 +127,8 @@ def arguments(config: AmpConfig, folder: Path, **options: Any) -> Any:
 
 def trainer(config: AmpConfig, folder: Path, data: Any, **options: Any) -> Any:
     """An AutotuneTrainer over `Notes`; `options` are TrainingArguments'."""
-    controller_options = options.pop("controller_options", None)
-    return AutotuneTrainer(
+    controller_options, kind = options.pop("controller_options", None), options.pop("kind", AutotuneTrainer)
+    return kind(
         Notes(),
         arguments(config, folder, **options),
         train_dataset=data,

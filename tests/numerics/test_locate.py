@@ -11,7 +11,7 @@ from subjects import Applied, compiled, running_sum, subject
 from torch import nn
 
 from autotune_amp.core.precisions import Precision
-from autotune_amp.numerics.locate import first_inaccurate_module
+from autotune_amp.numerics.locate import first_inaccurate_module, nonfinite_parameters
 from autotune_amp.numerics.passes import Passes
 
 
@@ -69,3 +69,10 @@ def test_in_fp16_with_a_pin_and_compiled() -> None:
     assert found_in(Passes(made, compiled(made.model))) == "block.guilty"
     with passes.pinned(["block.guilty"]):
         assert found_in(passes) is None
+
+
+def test_a_mask_that_is_kept_as_a_parameter_is_no_weight_that_is_not_finite() -> None:
+    values = torch.full((2, 2), -torch.inf).triu(1)
+    model = nn.ParameterDict({"mask": nn.Parameter(values, requires_grad=False), "trained": nn.Parameter(values)})
+    model["nan"] = nn.Parameter(values * 0, requires_grad=False)
+    assert nonfinite_parameters(model) == ("trained", "nan")

@@ -17,13 +17,14 @@ def _line(update: int, precision: Precision, scale: float | None, num_skips: int
     num_steps = update - num_skips
     counts = {"num_steps": num_steps, "num_skips": num_skips, "num_overflows": num_skips, "num_bad_batches": 0}
     rung = ("fp16", "bf16", "fp32").index(precision)
-    return {"update": update, "precision": precision, "rung": rung, "scale": scale, "num_moves": 0, **counts}
+    known = {"run_id": "made", "update": update, "precision": precision, "rung": rung, "scale": scale, "num_moves": 0}
+    return known | counts
 
 
 def begin(
     update: int = 0, precision: Precision = "fp16", scale: float | None = 65536.0, num_skips: int = 0
 ) -> BeginLine:
-    made: dict[str, Any] = {"run_id": "made", "is_resumed": update > 0, "device": "cuda", "rank": 0, "num_ranks": 2}
+    made: dict[str, Any] = {"is_resumed": update > 0, "device": "cuda", "rank": 0, "num_ranks": 2}
     line = _line(update, precision, scale, num_skips)
     return BeginLine(**line, **made, time="2026-01-01T00:00:00+00:00", config=CONFIG)
 

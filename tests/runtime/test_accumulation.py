@@ -164,7 +164,7 @@ def test_an_overflow_of_one_optimizer_skips_that_one_and_each_callback_counts_it
     assert controller.get_scale() == scaler.get_scale() == 256.0
 
 
-def test_step_together_steps_both_optimizers_or_neither() -> None:
+def test_optimizers_unscaled_together_step_both_optimizers_or_neither() -> None:
     mine = Training(Model())
     controller = steered(mine)
     for number, window in enumerate(windowed(4)):
@@ -175,7 +175,8 @@ def test_step_together_steps_both_optimizers_or_neither() -> None:
         is_bad = number in (0, 2)
         if is_bad:
             mine.model.head.weight.grad[0, 0] = math.inf  # type: ignore[index]
-        assert controller.step_together(mine.optimizers) is not is_bad
+        controller.unscale_together(mine.optimizers)
+        assert {bool(controller.step(optimizer)) for optimizer in mine.optimizers} == {not is_bad}
         controller.update()
         mine.zero_grad()
         stayed = {key for key, value in mine.model.state_dict().items() if torch.equal(value, before[key])}

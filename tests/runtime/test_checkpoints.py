@@ -145,7 +145,7 @@ DAMAGES: list[tuple[str, Any]] = [
     *[(RULE + "floor", value) for value in (0.0, -1.0, math.inf, math.nan, 1e300)],
     (RULE + "hysteresis_left", 10**30),
     *[(POLICY + "phase", value) for value in ("LOST", "", None, 3)],
-    *[(POLICY + name, -1) for name in ("num_updates", "num_skips", "dwell", "bad_run", "quiet_until", "rung")],
+    *[(POLICY + name, -1) for name in ("num_updates", "dwell", "bad_run", "quiet_until", "rung")],
     *[(POLICY + "demoted_from", value) for value in (-1, 1, 7, None)],
     *[(POLICY + "scale_before_burst", value) for value in (0.0, math.inf, math.nan)],
     *[(POLICY + "first_loss", value) for value in (math.inf, math.nan)],

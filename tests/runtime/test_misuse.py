@@ -70,12 +70,6 @@ def test_a_device_that_is_not_there_is_refused(device: str | torch.device, monke
     assert caught.value.next_step
 
 
-def test_a_limit_on_a_slowdown_that_was_not_measured_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="speed of fp32") as caught:
-        PrecisionController(config(fallback=["fp32"]), device="cpu", max_slowdown=2.0)
-    assert "leave max_slowdown out" in caught.value.next_step
-
-
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
@@ -100,6 +94,12 @@ def test_a_second_model_and_a_module_to_pin_that_is_not_there_are_refused() -> N
     with pytest.raises(InvalidRequestError, match="decoder") as caught:
         scaler.attach(nn.Linear(2, 2))
     assert "named_modules" in caught.value.next_step
+    scaler.attach(nn.ModuleDict({"decoder": nn.Linear(2, 2)}))  # nothing of the first is left
+    assert scaler.config.pinned_modules == ("decoder",)
+    scaler, loop = make(pinned_modules=("decoder",)), Loop()
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="decoder"):
+            scaler.train_step(loop.loss, loop.optimizer)
     scaler = make()
     scaler.attach(nn.Linear(2, 2))
     with pytest.raises(InvalidRequestError, match="attached already") as caught:

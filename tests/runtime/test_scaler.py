@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from autotune_amp.runtime.model import RunningStatistics
 from autotune_amp.runtime.scaler import BAD_LOSS, CLEAN, GradientCheck, Ranks, check_gradients, lost_share
@@ -29,6 +30,17 @@ class TwoRanks(Ranks):
         return values.copy_(torch.maximum(values, others))
 
 
+def test_a_device_without_an_index_is_that_of_the_first_tensor_there() -> None:
+    ranks = Ranks(torch.device("cuda", 0), is_assumed=True)
+    given = Ranks(torch.device("cuda", 0))
+    with FakeTensorMode():
+        tensors = [torch.zeros(1, device=name) for name in ("cpu", "cuda:1", "cuda:2")]
+    for index in (0, 1, 2):
+        ranks.note_device(tensors[index:])
+        given.note_device(tensors[index:])
+    assert (str(ranks.device), str(given.device)) == ("cuda:1", "cuda:0")
+
+
 def optimizer_of(*gradient: float) -> torch.optim.Optimizer:
     weight = nn.Parameter(torch.zeros(len(gradient)))
     weight.grad = torch.tensor(gradient)
@@ -41,6 +53,15 @@ def test_the_loss_of_another_rank_stands_where_this_one_has_none() -> None:
     optimizer = optimizer_of(1.0)
     check.examine(optimizer, CPU, None, samples=False)
     assert (check.verdict_of(optimizer), check.window.loss) == (BAD_LOSS, 1.5)
+
+
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_the_loss_of_a_window_is_that_of_all_its_passes(is_on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GradientCheck, "is_on_host", staticmethod(lambda tensor: is_on_host))
+    check = GradientCheck(Ranks(CPU))
+    for loss in (0.5, 1.0, 0.25):
+        check.see_losses([torch.tensor(loss)], CPU)
+    assert float(check.window.loss) == 1.75
 
 
 def test_a_share_read_with_a_late_verdict_is_the_largest_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

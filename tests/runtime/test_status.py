@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import logging
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from autotune_amp import AmpConfig, LossScale, PrecisionController
 from autotune_amp.core.config import FallbackPlan
-from autotune_amp.core.errors import FormatError, InvalidRequestError
+from autotune_amp.core.errors import FormatError, InvalidRequestError, StudyError
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.hardware import cpu
@@ -327,6 +328,26 @@ def test_the_share_of_flushed_gradients_is_sampled() -> None:
     assert controller.status().flushed_share is None, "nothing is scaled any more"
 
 
+def test_entries_of_an_optimizer_that_another_has_replaced_do_not_count() -> None:
+    training = scripted().run("clean")
+    old, training.optimizer = training.optimizer, torch.optim.SGD([training.weight], lr=0.1)
+    del old
+    gc.collect()
+    training.run("clean")
+    assert training.controller._metrics.num_gradient_entries == 2
+
+
+def test_a_statistics_file_that_cannot_be_written_names_no_option_of_the_command_line(tmp_path: Path) -> None:
+    with pytest.raises(StudyError, match="cannot be written") as caught:
+        scripted().controller.save_stats(tmp_path / "missing" / "stats.json")
+    assert "--" not in caught.value.next_step
+
+
+def test_nothing_is_told_as_flushed_by_a_sample_that_overflowed() -> None:
+    training = scripted(fp16(loss_scale=LossScale(init_scale=128.0))).run(*CLEAN * 8, "overflow", "clean")
+    assert training.controller.status().flushed_share is None
+
+
 def test_validation_runs_in_the_precision_that_is_asked_for_and_leaves_all_as_it_was() -> None:
     training = scripted(fp16())
     layer, seen = nn.Linear(2, 2), []
@@ -465,6 +486,15 @@ def test_a_resumed_run_goes_on_with_its_own_lines_past_another_run(path: Path) -
     assert [line["event"] for line in documents(path)].count("sample") == 4, "nothing was taken out"
 
 
+def test_lines_of_runs_that_log_at_the_same_time_are_told_apart(path: Path) -> None:
+    first, second = (scripted(fp16(batch_size=size), run_log=path) for size in (4, 2))
+    for run in (first, second, second, first):
+        run.run("overflow")
+    found = run_log.read(path)
+    assert [line.scale for line in found.lines] == [1024.0, 512.0, 256.0]
+    assert (found.begin.config.batch_size, found.num_other_runs) == (2, 1)
+
+
 def test_a_line_cut_short_by_a_kill_spoils_nothing(path: Path) -> None:
     run = scripted(run_log=path).run("clean", "overflow", "clean", "overflow")
     path.write_bytes(path.read_bytes()[:-40])
@@ -485,14 +515,14 @@ def test_damage_elsewhere_is_an_error_that_names_the_line(path: Path) -> None:
     path.write_text("".join([lines[0], '{"event":"sample"}\n', *lines[2:]]))
     with pytest.raises(FormatError, match="line 2 is damaged"):
         run_log.read(path)
-    path.write_text("".join([lines[0].replace('"format":2', '"format":9'), *lines[1:]]))
+    path.write_text("".join([lines[0].replace('"format":3', '"format":9'), *lines[1:]]))
     with pytest.raises(FormatError, match="format 9"):
         run_log.read(path)
     path.write_text(lines[0].replace('"batch_size":4', '"batch_size":0'))
     with pytest.raises(FormatError, match="batch_size"):
         run_log.read(path)
     path.write_text(lines[1])
-    with pytest.raises(FormatError, match="before any run"):
+    with pytest.raises(FormatError, match="before its run"):
         run_log.read(path)
     path.write_text("not a log")
     with pytest.raises(FormatError, match="holds no run"):

@@ -155,6 +155,16 @@ def test_a_frozen_low_precision_base_is_not_offered_fp32(make_base: Callable[[],
     assert steered.status().precision == "bf16"
 
 
+@pytest.mark.parametrize("attaches", [True, False])
+def test_trained_weights_in_half_precision_are_not_stepped_down_to_fp32(attaches: bool) -> None:
+    steered = controller(AmpConfig(precision="bf16", batch_size=4, fallback=["fp32"]), halt=False)
+    loop = Loop(nn.Linear(8, 1).to(torch.bfloat16), steered, attaches=attaches, reruns=False)
+    loop.run([NAN] * 3 + batches(3))
+    assert steered.status().precision == "bf16"
+    with pytest.raises(InvalidRequestError, match="half precision"):
+        steered.set_precision("fp32")
+
+
 # -- code with an autocast of its own, and where it is not reached -----------------------------------------------------
 
 
