@@ -65,19 +65,15 @@ def prediction_interval(process_values: Sequence[float], others: Sequence[Sequen
     return _interval(groups, SPREAD_PRIOR, 1 + 1 / len(process_values))
 
 
-def ratio_interval(
-    a_values: Sequence[float], b_values: Sequence[float], others: Sequence[Sequence[float]] = ()
-) -> tuple[float, float]:
+def ratio_interval(a_values: Sequence[float], b_values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of the mean ratio a / b, from pairs measured in the same round (one pair at least).
 
-    Pairing removes the effect of a slow round. The spread is that of these ratios and of `others`, the ratios of other
-    candidates in the same rounds; if it has fewer than `MIN_DEGREES_WITHOUT_PRIOR` degrees of freedom, the prior of
-    `prediction_interval` is added, times sqrt(2), since a ratio involves two processes. Raises `ValueError` for
-    sequences of different lengths.
+    Pairing removes the effect of a slow round. The spread is that of these ratios; if it has fewer than
+    `MIN_DEGREES_WITHOUT_PRIOR` degrees of freedom, the prior of `prediction_interval` is added, times sqrt(2), since a
+    ratio involves two processes. Raises `ValueError` for sequences of different lengths.
     """
-    ratios = [a / b for a, b in zip(a_values, b_values, strict=True)]
-    logs = [[math.log(ratio) for ratio in group] for group in (ratios, *others)]
-    return _interval(logs, SPREAD_PRIOR * math.sqrt(2), 1 / len(ratios), _prior_weight(logs))
+    logs = [[math.log(a / b) for a, b in zip(a_values, b_values, strict=True)]]
+    return _interval(logs, SPREAD_PRIOR * math.sqrt(2), 1 / len(logs[0]), _prior_weight(logs))
 
 
 def unpaired_ratio_interval(

@@ -104,7 +104,7 @@ def speedup(
         low, high = unpaired_ratio_interval(chosen.speeds, baseline.speeds, others)
     else:
         ratio = median(paired[0]) / median(paired[1])
-        low, high = ratio_interval(*paired, _other_ratios(chosen, baseline, records))
+        low, high = ratio_interval(*paired)
     return ratio, (min(low, ratio), max(high, ratio))
 
 
@@ -113,18 +113,6 @@ def _speeds_in_rounds(chosen: SettingRuns, baseline: SettingRuns) -> tuple[list[
     chosen_speeds, baseline_speeds = (dict(zip(runs.rounds, runs.speeds, strict=False)) for runs in (chosen, baseline))
     shared = sorted(chosen_speeds.keys() & baseline_speeds.keys())
     return ([chosen_speeds[r] for r in shared], [baseline_speeds[r] for r in shared]) if shared else None
-
-
-def _other_ratios(chosen: SettingRuns, baseline: SettingRuns, records: Sequence[Record]) -> list[list[float]]:
-    """Return the ratios to the baseline of each other setting that ran in its rounds, to estimate their spread."""
-    baseline_speeds = dict(zip(baseline.rounds, baseline.speeds, strict=False))
-    others: dict[Setting, list[float]] = {}
-    for record in ranking.confirming_records(records):
-        setting, outcome = record.candidate, record.outcome
-        is_other = record.purpose == "confirm" and setting not in (chosen.candidate, baseline.candidate)
-        if is_other and isinstance(outcome, Measurement) and record.round in baseline_speeds:
-            others.setdefault(setting, []).append(outcome.samples_per_second / baseline_speeds[record.round])
-    return list(others.values())
 
 
 def other_process_speeds(records: Sequence[Record], *excluded: SettingRuns) -> list[list[float]]:
