@@ -45,6 +45,7 @@ from autotune_amp.processes import packing
 from autotune_amp.processes.process_tree import build_locks_of, terminate_programs
 from autotune_amp.trial import failures
 from autotune_amp.trial.context import Context
+from autotune_amp.trial.memory import set_memory_share
 from autotune_amp.trial.worker import raise_oom_score
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -151,7 +152,7 @@ class Server:
         _restore_priority()
         self._is_standing_by = False
         if (accelerator := torch_state.started_accelerator()) is not None:
-            _set_memory_share(accelerator.type, 1.0)
+            set_memory_share(accelerator, 1.0)
         torch.set_num_threads = _set_num_threads
         if self._num_threads is not None:
             _set_num_threads(self._num_threads)
@@ -190,7 +191,7 @@ class Server:
     def _leave_memory(self, device_type: str) -> None:
         """Leave the accelerator's memory to the running trial, while this process stands by."""
         if self._is_standing_by:
-            _set_memory_share(device_type, _STANDBY_MEMORY_SHARE)
+            set_memory_share(torch.device(device_type), _STANDBY_MEMORY_SHARE)
 
     def _open_workload(self) -> None:
         """Call the user's function, which may set the start method of processes once, as in a new Python process."""
@@ -285,12 +286,6 @@ def _call_at_accelerator_starts(function: Callable[[str], None]) -> None:
     """Call `function` with the type of an accelerator when it starts."""
     for device_type in ("cuda", "xpu"):
         getattr(torch, device_type)._lazy_call(partial(function, device_type))
-
-
-def _set_memory_share(device_type: str, share: float) -> None:
-    """Limit the memory that this process may take of the current accelerator."""
-    if hasattr(module := getattr(torch, device_type), "set_per_process_memory_fraction"):  # not torch 2.9's XPU
-        module.set_per_process_memory_fraction(share)
 
 
 def reason_not_to_fork(device: str, num_threads: int, done: str) -> str | None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import psutil
 
+from autotune_amp.core.config import ALLOCATOR_VARIABLES
+
 if TYPE_CHECKING:
     import torch
 
@@ -71,9 +73,9 @@ class PeakMemory:
         elif device.type in ("cuda", "xpu"):
             backend = _device_module(device)
             backend.reset_peak_memory_stats(device)
-            if limit_bytes is not None and hasattr(backend, "set_per_process_memory_fraction"):  # not torch 2.9's XPU
+            if limit_bytes is not None:
                 total = backend.get_device_properties(device).total_memory
-                backend.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+                set_memory_share(device, min(1.0, limit_bytes / total))
 
     def poll(self) -> None:
         """Record the current use on devices that keep no peak of their own (MPS, and a CPU whose peak is not reset)."""
@@ -107,6 +109,18 @@ class PeakMemory:
         if self._device.type != "cuda":
             return 0
         return int(_device_module(self._device).memory_stats(self._device)["num_alloc_retries"])
+
+
+def set_memory_share(device: torch.device, share: float) -> None:
+    """Limit this process to a share of an accelerator's memory.
+
+    Not with a `garbage_collection_threshold`, which CUDA's allocator uses only in a process with such a limit: a
+    training run has none. torch 2.9 has no such limit for XPUs.
+    """
+    settings = "".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
+    backend = _device_module(device)
+    if "garbage_collection_threshold" not in settings and hasattr(backend, "set_per_process_memory_fraction"):
+        backend.set_per_process_memory_fraction(share, None if device.index is None else device)
 
 
 def allocator_bytes(device: torch.device) -> int:

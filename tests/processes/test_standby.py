@@ -433,7 +433,7 @@ def test_one_that_stands_by_takes_little_of_the_gpus_memory_until_it_takes_over(
     at_start: list[Callable[[], object]] = []
     shares: list[float] = []
     monkeypatch.setattr(torch.cuda, "_lazy_call", at_start.append)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share))
     monkeypatch.setattr(torch_state, "started_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(server, "_lower_priority", lambda: None)
     made = server.Server(Mock(), is_template=False)
