@@ -372,6 +372,8 @@ def speedup_line(config: AmpConfig, evidence: Evidence) -> str:
         return "none: this is what runs today"
     text = gain_line(evidence.speedup, evidence.speedup_interval)
     text += f" over the baseline, {Setting.of(baseline.config)} at {rate(baseline.samples_per_second)}"
+    if baseline.tokens_per_second is not None:
+        text += f", {token_rate(baseline.tokens_per_second)}"
     if not evidence.is_confirmed and evidence.num_processes >= MIN_PROCESSES:
         text += f"; {_unconfirmed_reason(evidence)}"
     return text

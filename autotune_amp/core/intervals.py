@@ -23,17 +23,23 @@ _T_TABLE = (
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
     2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
-_Z = 1.959964  # the normal distribution's 97.5 % quantile
+_STRICT_T_TABLE = (  # 99.5 %, from the same table
+    63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169,
+    3.106, 3.055, 3.012, 2.977, 2.947, 2.921, 2.898, 2.878, 2.861, 2.845,
+    2.831, 2.819, 2.807, 2.797, 2.787, 2.779, 2.771, 2.763, 2.756, 2.750,
+)  # fmt: skip
+_Z, _STRICT_Z = 1.959964, 2.575829  # these quantiles of the normal distribution
 
 
-def t_quantile(degrees_of_freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution.
+def t_quantile(degrees_of_freedom: int, *, is_strict: bool = False) -> float:
+    """Return the 97.5 % quantile of Student's t distribution, 99.5 % if `is_strict`.
 
     It is tabulated up to 30 degrees of freedom, then Abramowitz and Stegun 26.7.5 (first two terms).
     """
-    if degrees_of_freedom <= len(_T_TABLE):
-        return _T_TABLE[degrees_of_freedom - 1]
-    return _Z + (_Z**3 + _Z) / (4 * degrees_of_freedom)
+    table, z = (_STRICT_T_TABLE, _STRICT_Z) if is_strict else (_T_TABLE, _Z)
+    if degrees_of_freedom <= len(table):
+        return table[degrees_of_freedom - 1]
+    return z + (z**3 + z) / (4 * degrees_of_freedom)
 
 
 def trimmed_interval(samples: Sequence[float]) -> tuple[float, float]:
@@ -66,18 +72,18 @@ def prediction_interval(process_values: Sequence[float], others: Sequence[Sequen
 
 
 def ratio_interval(
-    a_values: Sequence[float], b_values: Sequence[float], others: Sequence[Sequence[float]] = ()
+    a_values: Sequence[float], b_values: Sequence[float], *, is_strict: bool = False
 ) -> tuple[float, float]:
     """Return the 95 % interval of the mean ratio a / b, from pairs measured in the same round (one pair at least).
 
-    Pairing removes the effect of a slow round. The spread is that of these ratios and of `others`, the ratios of other
-    candidates in the same rounds; if it has fewer than `MIN_DEGREES_WITHOUT_PRIOR` degrees of freedom, the prior of
-    `prediction_interval` is added, times sqrt(2), since a ratio involves two processes. Raises `ValueError` for
-    sequences of different lengths.
+    Pairing removes the effect of a slow round. The spread is that of these ratios; if it has fewer than
+    `MIN_DEGREES_WITHOUT_PRIOR` degrees of freedom, the prior of `prediction_interval` is added, times sqrt(2), since a
+    ratio involves two processes. `is_strict`: 99 %, for an interval that is looked at after each pair until it excludes
+    1. Raises `ValueError` for sequences of different lengths.
     """
-    ratios = [a / b for a, b in zip(a_values, b_values, strict=True)]
-    logs = [[math.log(ratio) for ratio in group] for group in (ratios, *others)]
-    return _interval(logs, SPREAD_PRIOR * math.sqrt(2), 1 / len(ratios), _prior_weight(logs))
+    logs = [[math.log(a / b) for a, b in zip(a_values, b_values, strict=True)]]
+    spread_prior = SPREAD_PRIOR * math.sqrt(2)
+    return _interval(logs, spread_prior, 1 / len(logs[0]), _prior_weight(logs), is_strict=is_strict)
 
 
 def unpaired_ratio_interval(
@@ -99,7 +105,12 @@ def _prior_weight(groups: Sequence[Sequence[float]]) -> int:
 
 
 def _interval(
-    groups: Sequence[Sequence[float]], spread_prior: float, share: float, prior_weight: int = PRIOR_WEIGHT
+    groups: Sequence[Sequence[float]],
+    spread_prior: float,
+    share: float,
+    prior_weight: int = PRIOR_WEIGHT,
+    *,
+    is_strict: bool = False,
 ) -> tuple[float, float]:
     """Return the interval exp(mean ± t * spread * sqrt(share)) around the mean of the first group of logarithms.
 
@@ -108,7 +119,7 @@ def _interval(
     degrees = prior_weight + sum(len(logs) - 1 for logs in groups)
     observed = sum((len(logs) - 1) * _variance(logs) for logs in groups if len(logs) > 1)
     spread = math.sqrt((prior_weight * spread_prior**2 + observed) / degrees)
-    mean, half = fmean(groups[0]), t_quantile(degrees) * spread * math.sqrt(share)
+    mean, half = fmean(groups[0]), t_quantile(degrees, is_strict=is_strict) * spread * math.sqrt(share)
     return math.exp(mean - half), math.exp(mean + half)
 
 

@@ -80,6 +80,10 @@ class _Attention(Variant):
         """Prefer this backend in the process; return a function that restores what the process preferred before."""
         import torch
 
+        from autotune_amp.precision.torch_state import default_sdp_order, started_accelerator
+
+        if (accelerator := started_accelerator()) is not None:
+            default_sdp_order(accelerator)  # torch would set it later, over this one
         before = backends_in_use()
         torch._C._set_sdp_priority_order([_number(name) for name in _preferring(value)])
         if value == "math":  # on CPUs PyTorch ignores the order

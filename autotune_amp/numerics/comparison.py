@@ -133,7 +133,8 @@ class Comparison(NamedTuple):
 class GradientComparer:
     """Accumulator of gradients in the low precision and in fp32, batch by batch, for the parameters in `names`.
 
-    Of each batch only the errors are kept, in bf16 to save memory. A parameter without a gradient counts as zero.
+    Of each batch only the errors are kept, in bf16 to save memory; they and the sum of the fp32 gradients are in host
+    memory, since a training may fill that of its device. A parameter without a gradient counts as zero.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -143,7 +144,7 @@ class GradientComparer:
         self._num_batches = 0
 
     def add(self, low: Gradients, reference: Gradients) -> None:
-        """Add the gradients of a batch. Synchronizes with the device only for sparse gradients."""
+        """Add the gradients of a batch. Synchronizes with the device."""
         gradients = {name: gradient for name, gradient in (low | reference).items() if name in self._names}
         new = {name: gradient for name, gradient in gradients.items() if name not in self._order}
         self._order += new
@@ -183,9 +184,12 @@ class _Group:
     def __init__(self, like: Gradients, num_before: int) -> None:
         self._zeros = {name: _zero_like(gradient) for name, gradient in like.items()}
         self._num_before = num_before
+        self._device = next(iter(like.values())).device
+        # In host memory:
         self._errors: list[Tensor] = []  # per batch: flat, or [entry, column] if sparse
         self._indices: list[Tensor] = []  # per batch: [dimension, entry], if sparse
         self._total: Tensor | None = None
+        # On the device:
         self._sums_by_field: Tensor | None = None  # [field of GradientSums, parameter], from `reference` on
 
     def add(self, low: Gradients, reference: Gradients) -> None:
@@ -197,7 +201,7 @@ class _Group:
         if reference_parts[0].is_sparse:  # both get the entries stored in either
             low_sum = (low_parts[0] + 0 * reference_parts[0]).coalesce()
             total = (reference_parts[0] + 0 * low_parts[0]).coalesce()
-            self._indices.append(total.indices())
+            self._indices.append(total.indices().cpu())
             low_parts, reference_parts = [low_sum.values()], [total.values()]
         sizes = [_real_fp32(each).numel() for each in reference_parts]
         low_flat, flat = (
@@ -205,13 +209,13 @@ class _Group:
         )
         numbers = _sums_by_field(low_flat, flat, sizes)
         total = flat if total is None else total
-        self._total = total if self._total is None else self._total + total
+        self._total = (total if self._total is None else self._total.to(self._device) + total).cpu()
         self._sums_by_field = numbers if self._sums_by_field is None else self._sums_by_field + numbers
         error = (low_flat - flat).bfloat16()
         if self._indices:
             num_entries = self._indices[-1].shape[1]
             error = error.reshape(num_entries, sizes[0] // max(1, num_entries))
-        self._errors.append(error)
+        self._errors.append(error.cpu())
 
     def sums(self) -> dict[str, GradientSums]:
         """Return the sums of each parameter; synchronizes with the device."""
@@ -226,9 +230,9 @@ class _Group:
             sizes = [_real_fp32(zero).numel() for zero in self._zeros.values()]
         # A group of one parameter may be large: stacking its errors would double their memory.
         parts = [errors] if len(sizes) == 1 else torch.split(torch.stack(errors), sizes, dim=1)
-        products = torch.stack([_products(part) for part in parts]).cpu().double()
+        products = torch.stack([_products(part, self._device) for part in parts])
         products = functional.pad(products, (self._num_before, 0, self._num_before, 0))
-        totals = _part_norms(total, sizes).square().tolist()
+        totals = _part_norms(total.to(self._device), sizes).square().tolist()
         rows = zip(self._zeros, products, totals, self._sums_by_field.T.tolist(), strict=True)
         return {name: GradientSums(errors, square, *others) for name, errors, square, others in rows}
 
@@ -293,14 +297,15 @@ def _sums_by_field(low: Tensor, reference: Tensor, sizes: list[int]) -> Tensor:
     return torch.stack([reference_squares, low_squares, (reference_squares + low_squares - error_squares) / 2, *counts])
 
 
-def _products(errors: Tensor | Sequence[Tensor]) -> Tensor:
-    """Return the scalar products [K, K] of the rows of `errors` [K, entry] in double precision, chunk by chunk."""
+def _products(errors: Tensor | Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the scalar products [K, K] of the rows of `errors` [K, entry], computed on `device` chunk by chunk."""
     if isinstance(errors, Tensor):
         parts: Iterable[Tensor] = torch.split(errors, _CHUNK_ENTRIES, dim=1)
     else:
         parts = map(torch.stack, zip(*(torch.split(row, _CHUNK_ENTRIES) for row in errors), strict=True))
-    chunks = map(_to_wide_dtype, parts)
-    return sum((chunk @ chunk.T for chunk in chunks), _to_wide_dtype(errors[0].new_zeros(len(errors), len(errors))))
+    chunks = (part.to(device, wide_dtype(device)) for part in parts)
+    zeros = torch.zeros(len(errors), len(errors), dtype=torch.float64)
+    return sum(((chunk @ chunk.T).cpu().double() for chunk in chunks), zeros)
 
 
 def _aligned_values(indices: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
@@ -330,10 +335,6 @@ def _real_fp32(gradient: Tensor) -> Tensor:
 def _part_norms(flat: Tensor, sizes: list[int]) -> Tensor:
     """Return the L2 norm of each part of `flat` in double precision, so that squares do not overflow."""
     return torch.stack(torch._foreach_norm(torch.split(flat, sizes), 2, dtype=wide_dtype(flat.device)))
-
-
-def _to_wide_dtype(tensor: Tensor) -> Tensor:
-    return tensor.to(wide_dtype(tensor.device))
 
 
 def _root(value: float) -> float:

@@ -231,7 +231,7 @@ class Passes:
         first = self._first_state
         for name, value in tensors:
             if not value.is_meta and (
-                name not in first or not torch.equal(stored_values(value), stored_values(first[name]))
+                name not in first or not torch.equal(stored_values(value), stored_values(first[name].to(value.device)))
             ):
                 yield name
 
@@ -243,20 +243,11 @@ class Passes:
         """
         if self.subject.loop is not None:
             self.subject.loop.forget(self.model)
-        current: list[Tensor] = []
-        first: list[Tensor] = []
-        for name, value in (*self.model.named_parameters(), *self.model.named_buffers()):
-            first_value = self._first_state.get(name)
-            if first_value is not None and first_value.shape == value.shape and not _is_expanded(value):
-                current.append(value)
-                first.append(first_value)
         with torch.no_grad():
-            for indices in foreach_groups(current):
-                targets, sources = ([values[index] for index in indices] for values in (current, first))
-                if is_plain_tensor(targets[0]):
-                    torch._foreach_copy_(targets, sources)
-                else:
-                    targets[0].copy_(sources[0])
+            for name, value in (*self.model.named_parameters(), *self.model.named_buffers()):
+                first = self._first_state.get(name)
+                if first is not None and first.shape == value.shape and not _is_expanded(value):
+                    value.copy_(first)
 
     @contextmanager
     def pinned(self, names: Sequence[str]) -> Iterator[None]:
@@ -277,7 +268,9 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def _copied_state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    """Return copies, of plain tensors in host memory, since a training may fill that of its device."""
+    values = {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    return {name: v.to("cpu", copy=True) if is_plain_tensor(v) else v.clone() for name, v in values.items()}
 
 
 class NoStepError(Exception):

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -35,6 +36,7 @@ _BACKEND_FLAGS = (
 )
 # Kernels that scaled_dot_product_attention may use.
 _ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
+_SDP_ORDER_AT_START = [1, 2, 0, 3, 4]  # flash first: the order of attention backends with which torch begins
 _BACKENDS: Any = torch.backends  # torch does not type torch.backends.fp32_precision
 
 
@@ -178,7 +180,29 @@ def apply_flags(state: dict[str, Any]) -> None:
             setattr(attrgetter(owner)(_BACKENDS), name, state[flag])
     for kernel in _ATTENTION_KERNELS:
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(state[f"cuda.{kernel}_sdp"])
-    torch._C._set_sdp_priority_order(state["sdp_priority_order"])
+    order, accelerator = state["sdp_priority_order"], started_accelerator()
+    if order == _SDP_ORDER_AT_START and accelerator is not None:  # the caller has made no call of attention yet
+        order = default_sdp_order(accelerator)
+    torch._C._set_sdp_priority_order(order)
+
+
+def started_accelerator() -> torch.device | None:
+    """Return the accelerator that this process has started, None if there is none or it is not started."""
+    accelerator = torch.accelerator.current_accelerator()
+    module = None if accelerator is None else torch.get_device_module(accelerator)
+    return accelerator if getattr(module, "is_initialized", lambda: False)() else None
+
+
+@cache
+def default_sdp_order(device: torch.device) -> list[int]:
+    """Return torch's own order of preference of attention backends on `device`.
+
+    torch sets it in the first call there, over an order that was set before: on an H100 it prefers cuDNN. This makes
+    such a call, so that an order that is set afterwards stays.
+    """
+    query = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device=device)
+    torch._fused_sdp_choice(query, query, query)
+    return torch._C._get_sdp_priority_order()
 
 
 def apply_fp32_flags(state: dict[str, Any]) -> None:

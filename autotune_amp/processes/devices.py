@@ -58,6 +58,8 @@ class Devices:
         self._start = start
         self._watcher_of = watcher_of
         self._ranks = rank_slots(num_ranks, self.identity().type) if num_ranks > 1 else ()
+        if self._ranks and device == "auto":  # the probe would also find GPUs that only their own runtime sees
+            self.device = self.identity().type
         is_single = not self._ranks and self.num_slots == 1  # loading in advance would slow the other trials
         self._standby = Standby() if is_single else None
 

@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,12 @@ from autotune_amp.processes import packing
 from autotune_amp.processes.process_tree import build_locks_of, terminate_programs
 from autotune_amp.trial import failures
 from autotune_amp.trial.context import Context
+from autotune_amp.trial.memory import set_memory_share
 from autotune_amp.trial.worker import raise_oom_score
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _set_num_threads = torch.set_num_threads
+_STANDBY_MEMORY_SHARE = 0.02  # of an accelerator, whose memory a process that stands by leaves to the running trial
 # Time limits of a forked child that tests what works; on an accelerator it starts the driver.
 _FORK_TEST_SECONDS, _ACCELERATOR_FORK_TEST_SECONDS = 10.0, 60.0
 
@@ -88,6 +90,7 @@ class Server:
         self._origin = ""
         self._context: Any = None
         self._num_threads: int | None = None  # number set by the user's code, while this process is held at one
+        self._is_standing_by = False
         self._start_method: str | None = None  # of multiprocessing, as importing the workload left it
 
     def handle(self, command: dict[str, Any]) -> None:
@@ -132,8 +135,10 @@ class Server:
         return {"torch_state": state, "why_not_forked": reason}
 
     def stand_by(self, device: str, state: dict[str, Any], seed: int, **load: Any) -> None:
-        """Load the workload and build the model, as far as that does not need the device."""
+        """Load the workload and build the model, as far as that takes little of the device's memory."""
         _lower_priority()
+        self._is_standing_by = True
+        _call_at_accelerator_starts(self._leave_memory)
         self._limit_to_one_thread()
         self.load(**load)
         if not _has_index(device):
@@ -145,6 +150,9 @@ class Server:
     def take_over(self, device: str) -> None:
         """Run jobs in this process from now on. It has stood by, or is a template from which jobs cannot be forked."""
         _restore_priority()
+        self._is_standing_by = False
+        if (accelerator := torch_state.started_accelerator()) is not None:
+            set_memory_share(accelerator, 1.0)
         torch.set_num_threads = _set_num_threads
         if self._num_threads is not None:
             _set_num_threads(self._num_threads)
@@ -179,6 +187,11 @@ class Server:
         if not typed_job.builds_first:
             self._channel.send(Ready())
         return typed_job.run(self._context, self._channel.send)
+
+    def _leave_memory(self, device_type: str) -> None:
+        """Leave the accelerator's memory to the running trial, while this process stands by."""
+        if self._is_standing_by:
+            set_memory_share(torch.device(device_type), _STANDBY_MEMORY_SHARE)
 
     def _open_workload(self) -> None:
         """Call the user's function, which may set the start method of processes once, as in a new Python process."""
@@ -266,8 +279,13 @@ def _record_accelerator_starts() -> None:
         frames = [frame for frame in traceback.extract_stack()[:-1] if not frame.filename.startswith(torch_files)]
         _started_at[device_type] = f", by {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
+    _call_at_accelerator_starts(record_caller)
+
+
+def _call_at_accelerator_starts(function: Callable[[str], None]) -> None:
+    """Call `function` with the type of an accelerator when it starts."""
     for device_type in ("cuda", "xpu"):
-        getattr(torch, device_type)._lazy_call(partial(record_caller, device_type))
+        getattr(torch, device_type)._lazy_call(partial(function, device_type))
 
 
 def reason_not_to_fork(device: str, num_threads: int, done: str) -> str | None:

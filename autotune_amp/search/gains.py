@@ -15,8 +15,6 @@ from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.ranking import MIN_GAIN, SettingRuns, confirm_runs, merit
 from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
 
-MAX_PREDICTED_ROUNDS = 100
-
 
 def gain_interval(ledger: Ledger, candidate: SettingRuns, baseline: SettingRuns) -> tuple[float, float]:
     """Return the 95 % interval of a setting's speed-up over the baseline; (0, infinity) if it is unknown."""
@@ -45,9 +43,10 @@ def ledger_speedup(
 
 
 def gain_and_rounds_to_settle(
-    ledger: Ledger, shortlist: Shortlist, environment: Mapping[str, str]
+    ledger: Ledger, shortlist: Shortlist, environment: Mapping[str, str], num_rounds_left: int
 ) -> tuple[float, int] | None:
-    """Return the relative gain that further confirmation rounds may prove, and their predicted number; None if decided.
+    """Return the relative gain that further confirmation rounds may prove, and their predicted number; None if decided
+    or if more rounds than are left would be needed.
 
     The comparison is decided once enough processes measured the contenders and the baseline, and the fastest contender
     is either significantly faster or within 3 % of the baseline. The interval of a mean narrows with the square root of
@@ -70,16 +69,13 @@ def gain_and_rounds_to_settle(
     if ratio < 1 + MIN_GAIN or low > 1:
         return None
     num_rounds = min(fastest.num_confirming, baseline.num_confirming)
-    half_width = (
-        math.inf if low == 0 else math.log(ratio / low) * math.sqrt(num_rounds) / t_quantile(max(1, num_rounds - 1))
-    )
-    num_more_rounds = 1
-    while num_more_rounds < MAX_PREDICTED_ROUNDS:
+    quantile = t_quantile(max(1, num_rounds - 1), is_strict=num_rounds > MIN_PROCESSES)
+    half_width = math.inf if low == 0 else math.log(ratio / low) * math.sqrt(num_rounds) / quantile
+    for num_more_rounds in range(1, num_rounds_left + 1):
         num = num_rounds + num_more_rounds
-        if half_width * t_quantile(num - 1) / math.sqrt(num) < math.log(ratio):
-            break
-        num_more_rounds += 1
-    return ratio - 1, num_more_rounds
+        if half_width * t_quantile(num - 1, is_strict=True) / math.sqrt(num) < math.log(ratio):
+            return ratio - 1, num_more_rounds
+    return None
 
 
 def speedup(
@@ -88,7 +84,8 @@ def speedup(
     """Return the ratio of the median speeds, and the 95 % interval of the mean ratio.
 
     Both are over the rounds in which both ran or, without such a round, over the processes of both, and None if the two
-    cannot be compared.
+    cannot be compared. Rounds beyond the third run until the interval excludes 1: with 95 % at each of them, one of
+    many looks at two equal settings would, so it is one of 99 % there.
     """
     if not baseline.measurements:
         return None, None
@@ -104,7 +101,7 @@ def speedup(
         low, high = unpaired_ratio_interval(chosen.speeds, baseline.speeds, others)
     else:
         ratio = median(paired[0]) / median(paired[1])
-        low, high = ratio_interval(*paired, _other_ratios(chosen, baseline, records))
+        low, high = ratio_interval(*paired, is_strict=len(paired[0]) > MIN_PROCESSES)
     return ratio, (min(low, ratio), max(high, ratio))
 
 
@@ -113,18 +110,6 @@ def _speeds_in_rounds(chosen: SettingRuns, baseline: SettingRuns) -> tuple[list[
     chosen_speeds, baseline_speeds = (dict(zip(runs.rounds, runs.speeds, strict=False)) for runs in (chosen, baseline))
     shared = sorted(chosen_speeds.keys() & baseline_speeds.keys())
     return ([chosen_speeds[r] for r in shared], [baseline_speeds[r] for r in shared]) if shared else None
-
-
-def _other_ratios(chosen: SettingRuns, baseline: SettingRuns, records: Sequence[Record]) -> list[list[float]]:
-    """Return the ratios to the baseline of each other setting that ran in its rounds, to estimate their spread."""
-    baseline_speeds = dict(zip(baseline.rounds, baseline.speeds, strict=False))
-    others: dict[Setting, list[float]] = {}
-    for record in ranking.confirming_records(records):
-        setting, outcome = record.candidate, record.outcome
-        is_other = record.purpose == "confirm" and setting not in (chosen.candidate, baseline.candidate)
-        if is_other and isinstance(outcome, Measurement) and record.round in baseline_speeds:
-            others.setdefault(setting, []).append(outcome.samples_per_second / baseline_speeds[record.round])
-    return list(others.values())
 
 
 def other_process_speeds(records: Sequence[Record], *excluded: SettingRuns) -> list[list[float]]:

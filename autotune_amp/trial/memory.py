@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import psutil
 
+from autotune_amp.core.config import ALLOCATOR_VARIABLES
+
 if TYPE_CHECKING:
     import torch
 
@@ -42,9 +44,10 @@ def build_with_memory(build: Callable[[], Built]) -> tuple[Built, BuildMemory]:
 class PeakMemory:
     """Meter of a device's peak memory, which begins when it is created.
 
-    `limit_bytes` is the memory that the trial may take in addition to the process's present memory. A model that was
-    built before counts as the trial's, with its `build_memory`. `template_file_bytes` is the resident memory mapped
-    from files in the process that this one was forked from: a fork begins without it, a training run has it.
+    `limit_bytes` is the memory that the trial may take: on an accelerator that of the whole process, on a CPU that in
+    addition to the process's present memory, where a model that was built before, with its `build_memory`, counts as
+    the trial's. `template_file_bytes` is the resident memory mapped from files in the process that this one was forked
+    from: a fork begins without it, a training run has it.
 
     Only Linux resets the peak of a process, and some sandboxes do not (gVisor). Elsewhere a trial on a CPU that takes
     less than an earlier one of the same process has the largest size seen after a step, which is a lower bound.
@@ -70,15 +73,15 @@ class PeakMemory:
         elif device.type in ("cuda", "xpu"):
             backend = _device_module(device)
             backend.reset_peak_memory_stats(device)
-            if limit_bytes is not None and hasattr(backend, "set_per_process_memory_fraction"):  # not torch 2.9's XPU
+            if limit_bytes is not None:
                 total = backend.get_device_properties(device).total_memory
-                backend.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+                set_memory_share(device, min(1.0, limit_bytes / total))
 
     def poll(self) -> None:
         """Record the current use on devices that keep no peak of their own (MPS, and a CPU whose peak is not reset)."""
         present_bytes = 0
         if self._device.type == "mps":
-            present_bytes = _device_module(self._device).driver_allocated_memory()
+            present_bytes = allocator_bytes(self._device)
         elif self._device.type == "cpu" and self._earlier_peak_bytes:
             present_bytes = _resident_bytes()
         self._polled_peak_bytes = max(self._polled_peak_bytes, present_bytes)
@@ -106,6 +109,26 @@ class PeakMemory:
         if self._device.type != "cuda":
             return 0
         return int(_device_module(self._device).memory_stats(self._device)["num_alloc_retries"])
+
+
+def set_memory_share(device: torch.device, share: float) -> None:
+    """Limit this process to a share of an accelerator's memory.
+
+    Not with a `garbage_collection_threshold`, which CUDA's allocator uses only in a process with such a limit: a
+    training run has none. torch 2.9 has no such limit for XPUs.
+    """
+    settings = "".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
+    backend = _device_module(device)
+    if "garbage_collection_threshold" not in settings and hasattr(backend, "set_per_process_memory_fraction"):
+        backend.set_per_process_memory_fraction(share, None if device.index is None else device)
+
+
+def allocator_bytes(device: torch.device) -> int:
+    """Return the memory that this process's allocator holds on an accelerator, 0 for a CPU."""
+    if device.type == "cpu":
+        return 0
+    module = _device_module(device)
+    return int(module.driver_allocated_memory() if device.type == "mps" else module.memory_reserved(device))
 
 
 def _device_module(device: torch.device) -> Any:

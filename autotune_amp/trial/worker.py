@@ -38,7 +38,7 @@ from autotune_amp.trial.context import Context, LoopState, make_optimizer, move_
 from autotune_amp.trial.energy import EnergyMeter, find_counter
 from autotune_amp.trial.jobs import Check, Describe, FollowerMemory, FollowerTrial, ProbeJob, Trial
 from autotune_amp.trial.judge import failure_from_memory
-from autotune_amp.trial.memory import PeakMemory, hold_heap
+from autotune_amp.trial.memory import PeakMemory, allocator_bytes, hold_heap
 from autotune_amp.trial.own_loop import time_own_loop
 from autotune_amp.trial.timing import CompileWatch, StepCallback, Timing, forget_compiled, time_steps
 from autotune_amp.trial.training import BaseTraining, Training, make_training
@@ -53,11 +53,17 @@ Result = TypeVar("Result")
 
 
 def probe(context: Context, job: ProbeJob, tell: Tell) -> Hardware:  # noqa: ARG001 - it has no progress to send
-    """Return the device's capabilities, measured with the caller's torch state."""
+    """Return the device's capabilities, measured with the caller's torch state.
+
+    Memory that the workload's own tensors hold on an accelerator counts as free, since its trials train with them.
+    """
     torch_state.apply(job.torch_state)
     hardware = measure(job.device)
-    free_cached_memory(torch.device(hardware.device))
-    return hardware
+    device, memory = torch.device(hardware.device), hardware.memory
+    free_cached_memory(device)
+    held = allocator_bytes(device)
+    memory = msgspec.structs.replace(memory, free=memory.free + held, available=memory.available + held)
+    return msgspec.structs.replace(hardware, memory=memory)
 
 
 _ACCUMULATION_IN_LOOP = "train_step takes its own optimizer steps, so gradients cannot be accumulated around it"

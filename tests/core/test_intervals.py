@@ -19,6 +19,7 @@ from autotune_amp.core.intervals import (
 @pytest.mark.parametrize("degrees", [*range(1, 41), 60, 120, 1000])
 def test_t_quantile_agrees_with_scipy(degrees: int) -> None:
     assert t_quantile(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=2e-3)
+    assert t_quantile(degrees, is_strict=True) == pytest.approx(stats.t.ppf(0.995, degrees), rel=4e-3)
 
 
 @pytest.mark.parametrize(("num", "num_dropped"), [(2, 0), (5, 0), (6, 1), (8, 1), (14, 1), (20, 2), (40, 4)])

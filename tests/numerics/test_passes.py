@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,11 @@ import pytest
 import torch
 from subjects import SUBJECTS, Batch, build, dense, mean_square, mlp, subject
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune_amp.core.precisions import Precision
+from autotune_amp.numerics import passes as passes_module
 from autotune_amp.numerics.paired_runs import lost_updates, perturb
 from autotune_amp.numerics.passes import Passes, are_equal, fp32_copy
 from autotune_amp.precision.forward_wrapper import computes_in_half
@@ -53,6 +57,15 @@ def test_a_pass_begins_from_the_first_state_from_the_state_as_it_is_or_from_what
     assert not list(passes.changed(passes.model.named_buffers()))
     passes.run(2, "fp32")
     assert passes.model.get_buffer("1.num_batches_tracked") == 4
+
+
+def test_the_first_state_is_kept_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes_module, "is_plain_tensor", lambda _: True)  # a fake tensor is no plain one
+    with FakeTensorMode():
+        model = nn.ParameterDict({"w": torch.zeros(64, device="cuda")})
+        passes = Passes(replace(build("MLP"), model=model))
+        held = [o for o in gc.get_objects() if type(o) is FakeTensor and o.device.type == "cuda"]
+    assert len({o.untyped_storage()._cdata for o in held}) == 1, "the model's own parameter"
 
 
 def test_a_buffer_that_is_expanded_is_left_alone() -> None:

@@ -12,6 +12,9 @@ import torch
 
 from autotune_amp.core.precisions import PRECISIONS as ALL_PRECISIONS
 from autotune_amp.core.precisions import autocast_precision
+from autotune_amp.dimensions.attention import ATTENTION
+from autotune_amp.dimensions.live_training import LiveTraining
+from autotune_amp.precision import torch_state
 from autotune_amp.precision.modes import MODES
 from autotune_amp.precision.torch_state import CUDA_FLAGS, FP32_PRECISION_FLAGS, precision_of_state
 
@@ -157,3 +160,45 @@ def test_modes_are_in_the_order_of_risk_and_know_their_formats() -> None:
     assert MODES["fp8"].unit_roundoff == torch.finfo(torch.float8_e4m3fn).eps / 2
     assert MODES["fp8"].format_max == MODES["bf16"].format_max, "between its layers"
     assert [autocast_precision(name) for name in MODES] == ["fp32", "tf32", "bf16", "fp16", "bf16"]
+
+
+class LazyOrder:
+    """torch's order of attention backends on an H100: the first call there sets it, over one that was set before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.order, self.is_set = [1, 2, 0, 3, 4], False
+        monkeypatch.setattr(torch._C, "_get_sdp_priority_order", lambda: self.order)
+        monkeypatch.setattr(torch._C, "_set_sdp_priority_order", lambda order: setattr(self, "order", order))
+        monkeypatch.setattr(torch, "_fused_sdp_choice", self.attend)
+        monkeypatch.setattr(torch_state, "started_accelerator", lambda: torch.device("cpu"))
+        torch_state.default_sdp_order.cache_clear()
+
+    def attend(self, *_: Any) -> int:
+        self.order = self.order if self.is_set else [3, 1, 2, 0, 4]
+        self.is_set = True
+        return self.order[0]
+
+
+def test_trials_after_the_first_have_torchs_own_order_of_attention_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy, caller = LazyOrder(monkeypatch), torch_state.capture()
+    torch_state.apply_flags(caller)
+    assert lazy.attend() == 3
+    torch_state.apply_flags(caller)
+    assert lazy.attend() == 3
+    torch_state.apply_flags(caller | {"sdp_priority_order": [2, 1, 0, 3, 4]})
+    assert lazy.attend() == 2, "one that the caller has set"
+    torch_state.apply_flags(caller)
+    assert lazy.attend() == 3
+    torch_state.default_sdp_order.cache_clear()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_preferred_backend_is_used_from_the_first_call_on(monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
+    lazy = LazyOrder(monkeypatch)
+    if not is_first:
+        lazy.attend()
+    undo = ATTENTION.change("efficient", LiveTraining([], [], torch.device("cpu")))
+    assert lazy.attend() == 2
+    undo()
+    assert lazy.attend() == 3
+    torch_state.default_sdp_order.cache_clear()

@@ -144,3 +144,12 @@ def test_a_single_card_is_searched_on_as_without_the_option_but_sees_no_other(mo
     (call,) = start.call_args_list
     assert call.args[3] == GPUS[2]
     assert call.args[4] is not None, "a process may stand by"
+
+
+def test_ranks_are_measured_on_the_kind_of_device_that_their_slots_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its own runtime sees an AMD GPU, so that the slots are of the CPU and the probe would find the GPU."""
+    on_cpu = DeviceIdentity(type="cpu", name="made", num_cpus=8, total_memory_bytes=1)
+    monkeypatch.setattr(devices, "identify", lambda _: on_cpu)
+    found = Devices("auto", Mock(), Mock(), num_ranks=2)
+    assert {slot.device for slot in found._ranks} == {found.device} == {"cpu"}
+    assert Devices("auto", Mock(), Mock()).device == "auto"

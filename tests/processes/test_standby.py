@@ -11,15 +11,18 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
+import torch
 from listening import Listener
 
 from autotune_amp.core.job import Job
 from autotune_amp.core.outcome import Failure, Measurement
 from autotune_amp.core.setting import Setting
-from autotune_amp.processes import standby
+from autotune_amp.precision import torch_state
+from autotune_amp.processes import server, standby
 from autotune_amp.processes.devices import ConfirmationBackend, Devices
 from autotune_amp.processes.local import LocalBackend, Payload, Slot, can_fork
 from autotune_amp.processes.process import Process, Watcher
@@ -422,3 +425,22 @@ def test_there_is_room_with_four_cores_and_twice_the_memory(
     monkeypatch.setattr(host, "container_memory", lambda: limited)
     monkeypatch.setattr(host, "container_cpus", lambda: quota)
     assert standby.room_for(100) == number
+
+
+def test_one_that_stands_by_takes_little_of_the_gpus_memory_until_it_takes_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_start: list[Callable[[], object]] = []
+    shares: list[float] = []
+    monkeypatch.setattr(torch.cuda, "_lazy_call", at_start.append)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share))
+    monkeypatch.setattr(torch_state, "started_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(server, "_lower_priority", lambda: None)
+    made = server.Server(Mock(), is_template=False)
+    made._context = Mock()
+    monkeypatch.setattr(made, "load", lambda: [start() for start in at_start])
+    made.stand_by("cuda:1", {}, 0)
+    made.take_over("cuda")
+    assert [share < 0.1 for share in shares] == [True, False]
+    assert [start() for start in at_start] == [None]
+    assert shares[1:] == [1.0]

@@ -278,3 +278,14 @@ def test_a_runner_up_is_checked_where_it_may_win_by_enough_for_the_seconds(
     made = log(fp32=50.0, bf16=100.0, fp16=speed).add(candidate("bf16", 16), fidelity("bf16"), "fidelity")
     found = next_action(ledger_of(made.records, WHERE), is_worth=lambda gain, num: gain > 1e-3 * num * seconds)
     assert (found == CheckAction("calibration", FP16)) == is_checked
+
+
+@pytest.mark.parametrize(
+    ("speed", "seconds", "is_checked"), [(96.0, 20.0, True), (96.0, 60.0, False), (80.0, 20.0, False)]
+)
+def test_a_baseline_that_may_be_kept_is_checked_too(speed: float, seconds: float, *, is_checked: bool) -> None:
+    where = Space(candidates=(FP32, BF16), baseline=BF16)
+    found = next_action(
+        ledger_of(log(fp32=100.0, bf16=speed).records, where), is_worth=lambda gain, num: gain > 1e-3 * num * seconds
+    )
+    assert found == (check("bf16") if is_checked else None)

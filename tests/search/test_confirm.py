@@ -167,10 +167,10 @@ def test_rounds_go_on_until_it_is_sure_who_is_faster(noise: float) -> None:
 def test_rounds_of_one_setting_alone_bring_a_comparison_no_nearer_to_its_end() -> None:
     log = Log().confirm(FP32, *[100.0] * 3).confirm(BF16, 100.0, 120.0, 144.0)
     space = Space(candidates=(FP32, BF16), baseline=FP32)
-    rounds = gain_and_rounds_to_settle(ledger_of(log.records, space), Shortlist(BF16, None, FP32), {})
+    rounds = gain_and_rounds_to_settle(ledger_of(log.records, space), Shortlist(BF16, None, FP32), {}, 17)
     for number in (3, 4):
         log.add(BF16, 120.0, "confirm", round=number)
-    assert gain_and_rounds_to_settle(ledger_of(log.records, space), Shortlist(BF16, None, FP32), {}) == rounds
+    assert gain_and_rounds_to_settle(ledger_of(log.records, space), Shortlist(BF16, None, FP32), {}, 17) == rounds
     assert rounds is not None
 
 

@@ -213,6 +213,22 @@ def test_a_change_needs_a_gain_that_is_sure(ours: list[float], is_kept: bool) ->
     assert (f"{BF16} may be faster" in decision.reason) == is_kept
 
 
+def test_a_runner_up_says_nothing_of_the_noise_of_the_baseline_that_both_are_compared_with() -> None:
+    made = Log().add(FP32, 103.0).add(BF16, 108.0).add(FP16, 107.0)
+    made.confirm(FP32, 100.0, 106.0, 103.0).confirm(BF16, 108.0, 108.0, 108.0)
+    alone = decided(made).evidence.speedup_interval
+    assert decided(made.confirm(FP16, 107.0, 107.0, 107.0)).config.precision == "fp32"
+    assert alone == (1.0, 1.0), "fp32 is kept without a runner-up too"
+
+
+@pytest.mark.parametrize(("num_rounds", "is_sure"), [(3, True), (4, False), (8, True)])
+def test_a_gain_that_is_looked_at_after_each_further_round_has_to_be_surer(num_rounds: int, *, is_sure: bool) -> None:
+    """By 97.5 % each of them would be sure, and some of eighteen looks at no gain at all."""
+    faster = [105.0, 107.5, 102.9, *[107.4, 102.9] * 4][:num_rounds] if num_rounds > 3 else [105.0, 106.5, 104.5]
+    made = Log().add(FP32, 100.0).add(BF16, 105.0).confirm(FP32, *[100.0] * num_rounds).confirm(BF16, *faster)
+    assert decided(made).config.precision == ("bf16" if is_sure else "fp32")
+
+
 def test_what_is_surely_faster_is_taken_where_the_fastest_is_not() -> None:
     log = Log().add(FP32, 100.0).add(BF16, 200.0).add(FP16, 190.0).confirm(FP32, *[100.0] * 3)
     log.confirm(BF16, 115.0).confirm(FP16, 113.0, 109.0, 117.0)
@@ -563,8 +579,8 @@ def test_what_is_confirmed_is_compared_within_one_session() -> None:
     for number in range(2):
         log.add(BF16, 88.0, "confirm", round=number, session=2).add(FP32, 100.0, "confirm", round=number, session=2)
     assert decided(log).config.precision == "fp32"
-    log.add(FP16, 120.0).add(FP16, 120.0, "confirm", round=0, session=2)
-    assert decided(log).evidence.speedup == pytest.approx(1.2), "of the round that both ran"
+    log.add(FP16, 140.0).add(FP16, 140.0, "confirm", round=0, session=2)
+    assert decided(log).evidence.speedup == pytest.approx(1.4), "of the round that both ran"
 
 
 def test_a_gain_is_over_the_baseline_as_it_ran_then() -> None:

@@ -11,11 +11,11 @@ from scripted_backend import ScriptedSearch, all_well, described, fidelity, hard
 from test_decide import BF16, FP32, Log, decided
 
 from autotune_amp.core.errors import InvalidRequestError
-from autotune_amp.core.evidence import utilization_line
+from autotune_amp.core.evidence import speedup_line, utilization_line
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import CheckOutcome, CountedFlops, Description, Fidelity, Measurement, Outcome
 from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
-from autotune_amp.search.answer.decide import recommend, unit_price, utilization
+from autotune_amp.search.answer.decide import cost_of_training, recommend, unit_price, utilization
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.space import build_space
@@ -68,6 +68,10 @@ def test_tokens_choose_and_confirm_what_samples_would_not(tmp_path: Path) -> Non
     assert evidence.speedup_interval is not None
     assert evidence.speedup_interval[0] > 1
     assert evidence.tokens_per_second_interval is not None
+    cost = cost_of_training(by_tokens.config, evidence, SearchOptions(objective="tokens", num_steps=1000))
+    assert cost is not None
+    assert cost.baseline_hours == pytest.approx(cost.hours * 2000 / 1500), "of as many tokens"
+    assert "1,500 tokens/s" in speedup_line(by_tokens.config, evidence)
     low, high = evidence.tokens_per_second_interval
     assert low <= 2000 <= high
     rows = {row.precision: row.tokens_per_second for row in by_tokens.candidates if row.tokens_per_second}

@@ -135,3 +135,15 @@ def test_a_step_leaves_its_batch_and_its_graph_to_the_next_as_a_loop_does() -> N
     training.next_batch()
     assert last() is None
     assert alive == [[], [True]]
+
+
+@pytest.mark.parametrize(("settings", "is_limited"), [("", True), ("garbage_collection_threshold:0.6", False)])
+def test_no_limit_makes_the_allocator_collect_garbage_as_no_training_does(
+    monkeypatch: pytest.MonkeyPatch, settings: str, *, is_limited: bool
+) -> None:
+    """Of CUDA's allocator, which uses the threshold only where a process has a limit."""
+    shares: list[float] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    memory.set_memory_share(torch.device("cuda"), 0.5)
+    assert shares == ([0.5] if is_limited else [])

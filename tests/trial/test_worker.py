@@ -19,14 +19,16 @@ from torch.nn.functional import conv2d
 from torch.utils.data import DataLoader
 
 from autotune_amp import Workload
+from autotune_amp.core.hardware import DeviceMemory, Hardware
 from autotune_amp.core.job import JobEvent, Phase
 from autotune_amp.core.outcome import Failure, Measurement, Outcome
 from autotune_amp.core.setting import Setting
+from autotune_amp.hardware import identify
 from autotune_amp.precision import torch_state
 from autotune_amp.processes.local import LocalBackend, Payload
 from autotune_amp.trial import memory, worker, worst_batch
 from autotune_amp.trial.context import Context, make_model
-from autotune_amp.trial.jobs import Describe, Trial
+from autotune_amp.trial.jobs import Describe, ProbeJob, Trial
 from autotune_amp.trial.timing import Timing
 from autotune_amp.trial.worker import cudnn_flags_in_use, users_precision
 
@@ -36,6 +38,22 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 def described(workload: Workload, **fields: Any) -> Any:
     asked = Describe(device="cpu", torch_state=torch_state.capture(), **fields)
     return worker.describe(Context(workload, is_kept=False), asked, lambda event: None)
+
+
+def test_a_model_that_the_workload_put_on_the_gpu_counts_as_the_trials_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Hardware(
+        device="cuda:0",
+        identity=identify("cpu"),
+        compute_capability=None,
+        memory=DeviceMemory(total=100, free=50, available=40),
+        precisions={},
+        notes=(),
+    )
+    monkeypatch.setattr(worker, "measure", lambda _: measured)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30)
+    asked = ProbeJob(device="cuda", torch_state=torch_state.capture())
+    found = worker.probe(Context(None), asked, lambda _: None).memory
+    assert found == DeviceMemory(total=100, free=80, available=70)
 
 
 # -- whether a step runs what cuDNN's TF32 flags concern ---------------------------------------------------------------

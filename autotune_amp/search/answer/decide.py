@@ -530,7 +530,7 @@ def cost_of_training(
     is the number of such groups: hours are samples / (samples per second of a group * groups), with the inverted
     interval of the throughput. Steps that fp16's loss scaler skips count as steps and take as long as others; no step
     replaces them. A number of steps means steps of the recommended config, and the baseline is timed over the same
-    number of samples.
+    number of samples, or of tokens if these are the objective.
     """
     effective = config.effective_batch_size * num_batches * options.num_ranks
     if options.num_samples is not None:
@@ -546,6 +546,9 @@ def cost_of_training(
     slowest, fastest = evidence.samples_per_second_interval
     interval = hours(fastest), hours(slowest)
     baseline_speed, price = evidence.baseline.samples_per_second, options.price_per_hour
+    tokens, baseline_tokens = evidence.tokens_per_second, evidence.baseline.tokens_per_second
+    if options.objective == "tokens" and tokens is not None and baseline_tokens is not None:
+        baseline_speed = evidence.samples_per_second * baseline_tokens / tokens
     return TrainingCost(
         num_steps=num_steps,
         num_samples=num_samples,

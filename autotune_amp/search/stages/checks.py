@@ -16,7 +16,7 @@ from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.ledger import RIVAL_MARGIN, Ledger
 from autotune_amp.search.planner import Planner
-from autotune_amp.search.ranking import SPEED_ERROR, check_key, rank
+from autotune_amp.search.ranking import MIN_GAIN, SPEED_ERROR, check_key, rank
 from autotune_amp.search.space import HOPELESS_SLOWDOWN, Space
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Check, Trial
@@ -132,7 +132,7 @@ def next_action(
     shortlist and another takes its place. The baseline is a contender, since it may be kept; a runner-up that is
     `HOPELESS_SLOWDOWN` times slower is skipped. `is_worth(gain, num_checks)` returns whether a relative gain in
     throughput justifies that many checks; the gain of a runner-up is its lead over the winner plus `SPEED_ERROR`, the
-    uncertainty of both.
+    uncertainty of both, and that of a baseline nearly as fast at least `MIN_GAIN`.
     """
     pinning_action = _next_pinning_action(ledger)
     if pinning_action is not None:
@@ -157,6 +157,8 @@ def next_action(
         is_unchecked = _is_unchecked(ledger, setting)
         if setting != shortlist.winner and ledger.is_by_throughput:
             lead = speeds[setting] / speeds[shortlist.winner] - 1 + SPEED_ERROR
+            if setting == shortlist.baseline and is_rival:  # kept unless the winner proves faster
+                lead = max(lead, MIN_GAIN)
             if not is_worth(lead, is_uncalibrated + is_unchecked):
                 continue
         if is_uncalibrated:

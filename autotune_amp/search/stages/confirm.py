@@ -146,14 +146,15 @@ class ConfirmationRounds:
 
     def _should_stop(self, ledger: Ledger, planner: Planner) -> bool:
         """Whether further rounds would decide nothing, or would take more time than the possible gain justifies."""
-        gain_and_rounds = gain_and_rounds_to_settle(ledger, self._contenders, self._environment)
+        num_left = len(self._rounds_left)
+        gain_and_rounds = gain_and_rounds_to_settle(ledger, self._contenders, self._environment, num_left)
         if gain_and_rounds is None:
             return True
         gain, num_rounds = gain_and_rounds
         num_starts = math.ceil(planner.job_defaults.num_starts(2))  # a further round loads by itself
         compared = [self._contenders.winner, self._contenders.baseline]
         seconds = num_rounds * planner.runs_seconds(ledger, compared, num_starts)
-        return num_rounds > len(self._rounds_left) or gain < planner.min_gain(seconds)
+        return gain < planner.min_gain(seconds)
 
     def _is_loaded_together(self, ledger: Ledger, planner: Planner, number: int) -> bool:
         """Whether the process of round `number` (from 1) loads at the same time as those of the other rounds."""
