@@ -25,9 +25,9 @@ needs a placeholder, and how often it starts the command.
 **Trials.** Each trial runs the command itself with a few hooks in it (`autotune_amp/command/agent`), until its steps
 are measured; then the command and every process that it started are killed. Its output is shown if it fails. The first
 run is the command as it is today; the next runs use another precision and, where other batch sizes may be tried,
-another batch size. Both count as trials. A placeholder that does not reach the training code is an error that names the
-requested and the observed value. A precision in which the command fails, or is far too slow, is left out with a
-warning.
+another batch size. Both count as trials. With `--device cuda:1` the command sees that GPU alone, as `cuda`. A
+placeholder that does not reach the training code is an error that names the requested and the observed value. A
+precision in which the command fails, or is far too slow, is left out with a warning.
 
 Where starts are long, most of the time goes by before the first training step. So several runs, as many as cores and
 memory allow, are started together and wait there; then each trains alone, as it would by itself. One that fails while

@@ -71,7 +71,7 @@ class Command:
     along which samples are counted if there is no DataLoader; `num_sharing`, the number of ranks among which a batch is
     divided. Files that runs create outside of their own folders are moved to the folder `aside`, except data, listed in
     `kept`, and files that cannot be moved, listed in `stuck`. `opened` is called with the files of code and settings
-    that a run read.
+    that a run read. `environment` has the variables that hide other GPUs from all runs.
     """
 
     def __init__(self, line: CommandTemplate) -> None:
@@ -84,6 +84,7 @@ class Command:
         self.kept: tuple[str, ...] = ()
         self.stuck: tuple[str, ...] = ()
         self.aside: Path | None = None
+        self.environment: dict[str, str] = {}
         self.opened: Callable[[Sequence[str]], object] = lambda _: None
         self._kept_list: Path | None = None
         self._created_folders: set[str] = set()  # by runs; one that is left may have held files of another run
@@ -171,7 +172,7 @@ class Command:
         arguments, files = self.line.of_setting(setting, trial_dir, seed=seed, trial_dir=trial_dir, port=free_port())
         return CommandRun(
             arguments,
-            environment={**os.environ, **TRIAL_ENVIRONMENT, **dict(request.environment)},
+            environment={**os.environ, **TRIAL_ENVIRONMENT, **self.environment, **dict(request.environment)},
             agent={"seed": seed, "outside": outside, "sample_dim": self.sample_dim, **json.loads(request.agent)},
             folder=folder,
             files=files,

@@ -27,6 +27,7 @@ from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.core.text import in_python
 from autotune_amp.hardware import identify, nvml
 from autotune_amp.integrations.service_address import TOKEN_VARIABLE
+from autotune_amp.processes.devices import find_gpus
 from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.service.jobs import (
@@ -93,12 +94,14 @@ def server_sent_event(kind: str, data: bytes, number: int | None = None) -> byte
 class _Process:
     """A command of `autotune-amp` that runs for the service, with its output in files."""
 
-    def __init__(self, arguments: list[str], folder: str, output: Path) -> None:
-        environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    def __init__(
+        self, arguments: list[str], folder: str, output: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         with output.open("wb") as out, output.with_suffix(".log").open("wb") as log:
             self._program = Program(
                 [sys.executable, *_SAFE_PATH, "-m", "autotune_amp", *arguments],
-                environment,
+                {**inherited, **(environment or {})},
                 new_folder(),
                 working_directory=Path(folder),
                 stdin=subprocess.DEVNULL,
@@ -377,7 +380,7 @@ class SearchThread(threading.Thread):
         own = ["--json", "--events", str(events.path), "--out", self.studies, "--study", study]
         fresh = ["--fresh"] if search.is_fresh else []
         arguments = ["search", *options.arguments(), *fresh, *own, *target.arguments()]
-        self._running[search.id] = _Process(arguments, target.folder, self._output(search.id))
+        self._running[search.id] = _Process(arguments, target.folder, self._output(search.id), _visible_gpus(target))
         self._events[search.id] = events
         self._interrupt_at[search.id] = time.monotonic() + options.budget_seconds + _LATE_SECONDS
         self.queue.change(search.id, state="running", started=time.time(), ended=None, error=None)
@@ -469,7 +472,8 @@ def checked_options(target: Target, asked: Mapping[str, Any]) -> SearchOptions:
     for name, value in named.items():
         checked_option(name.rstrip("_"), name, value)
     try:
-        options = SearchOptions.from_user(**named, device=target.device, devices=target.devices)
+        devices = None if target.command is not None else target.devices  # a command has them from `_visible_gpus`
+        options = SearchOptions.from_user(**named, device=target.device, devices=devices)
     except InvalidRequestError as error:  # two that do not go together
         raise OptionError("options", in_python(error.message), "Leave one of them out.") from error
     if options.budget_seconds > limits.budget_seconds:
@@ -524,6 +528,17 @@ def _devices_of(limits: SearchOptions) -> frozenset[str]:
         return frozenset(f"cuda:{number}" for number in numbers)
     kind = identify("auto").type if limits.device == "auto" else limits.device
     return frozenset({kind if ":" in kind or kind in ("cpu", "mps") else f"{kind}:0"})
+
+
+def _visible_gpus(target: Target) -> dict[str, str]:
+    """Return the environment variable that limits a command to the GPUs in the `devices` of its target.
+
+    Raises `InvalidRequestError` if there is no such GPU, or if they are of several models.
+    """
+    devices = target.limits.devices
+    if target.command is None or devices is None:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(slot.uuid or "" for slot in find_gpus(devices).slots)}
 
 
 def _overlap(devices: frozenset[str], others: frozenset[str]) -> bool:

@@ -14,6 +14,8 @@ import pytest
 from msgspec.structs import replace
 
 from autotune_amp.core.errors import InvalidRequestError, RunnerError
+from autotune_amp.hardware import nvml
+from autotune_amp.processes import devices
 from autotune_amp.service import jobs, searching
 from autotune_amp.service.jobs import Queue, Search
 from autotune_amp.service.searching import OptionError, SearchEvents, SearchThread, checked_options
@@ -31,8 +33,10 @@ class ScriptedProcess:
 
     started: ClassVar[list[ScriptedProcess]] = []
 
-    def __init__(self, arguments: list[str], folder: str, output: Path) -> None:
-        self.arguments, self.folder, self.output = arguments, folder, output
+    def __init__(
+        self, arguments: list[str], folder: str, output: Path, environment: dict[str, str] | None = None
+    ) -> None:
+        self.arguments, self.folder, self.output, self.environment = arguments, folder, output, environment
         self.events = Path(arguments[arguments.index("--events") + 1]) if "--events" in arguments else None
         self.code: int | None = None
         self.is_interrupted = self.is_closed = False
@@ -160,6 +164,28 @@ def test_one_search_runs_on_a_device_and_none_overtakes(make: Callable[..., Serv
     host.end(0, DOCUMENT)
     service.process(4)
     assert [service.search(id_).state for id_ in (fourth, beside)] == ["running", "running"]
+
+
+def test_a_command_of_several_gpus_sees_these_and_runs_beside_none_of_them(
+    make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "visible_uuids", lambda: ("GPU-a", "GPU-b", "GPU-c"))
+    monkeypatch.setattr(devices, "_gpu_model", lambda _: "T4")
+    monkeypatch.setattr(nvml, "process_notes", lambda _: ())
+    service = make(two="auto", beside="cuda:2", third="cuda:1")
+    service.stop()
+    target = replace(service.settings.targets["two"], workload=None, command="torchrun train.py", devices=(1, 2))
+    service.settings = replace(service.settings, targets={**service.settings.targets, "two": target})
+    service.start()
+    service.ask("two")
+    waiting = service.ask("beside"), service.ask("third")
+    process = service.process(0)
+    assert process.environment == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-c"}
+    assert "--devices" not in process.arguments, "a search of a command refuses it"
+    assert [service.search(id_).state for id_ in waiting] == ["queued", "queued"]
+    process.end(0, DOCUMENT)
+    service.process(2)
+    assert not service.processes[1].environment
 
 
 def test_a_search_is_measured_again_only_if_asked_and_answers_as_before_meanwhile(make: Callable[..., Service]) -> None:
