@@ -419,8 +419,11 @@ class SearchThread(threading.Thread):
         document = process.document()
         error = document.get("error") or {}
         if code == 0 and "config" in document:
+            before = self.measured_json(search)
+            is_cached = before is not None and msgspec.json.decode(before) == document
             self._output(search.id).replace(self._result(search.id))
-            self.queue.change(search.id, state="done", ended=time.time(), measured=time.time())
+            measured = search.measured if is_cached else time.time()
+            self.queue.change(search.id, state="done", ended=time.time(), measured=measured)
         elif process.is_interrupted and not search.callers:
             self.queue.change(search.id, state="ended", ended=time.time())
         elif process.is_interrupted and time.monotonic() > self._interrupt_at[search.id]:

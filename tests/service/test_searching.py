@@ -188,25 +188,33 @@ def test_a_command_of_several_gpus_sees_these_and_runs_beside_none_of_them(
     assert not service.processes[1].environment
 
 
-def test_a_search_is_measured_again_only_if_asked_and_answers_as_before_meanwhile(make: Callable[..., Service]) -> None:
+def test_a_search_that_is_done_is_started_again_and_answers_as_before_meanwhile(make: Callable[..., Service]) -> None:
     service = make(mlp="cpu")
     id_ = service.ask("mlp")
     service.process(0).end(0, DOCUMENT)
     service.until(lambda: service.search(id_).state == "done")
-    assert service.ask("mlp", "ben") == id_
-    assert service.search(id_).state == "done"
-    assert "--fresh" not in service.process(0).arguments
-    service.thread.submit("mlp", {}, "ben", is_fresh=True)
-    fresh = service.process(1)
-    assert "--fresh" in fresh.arguments
+    measured = service.search(id_).measured
+    assert service.ask("mlp", "ben") == id_, "its program may have changed"
     service.until(lambda: service.search(id_).state == "running")
     assert service.document(id_)["recommendation"] == DOCUMENT
+    assert "--fresh" not in service.process(1).arguments
+    service.process(1).end(0, DOCUMENT)
+    service.until(lambda: service.search(id_).state == "done")
+    assert service.search(id_).measured == measured, "its cache answered"
+    service.thread.submit("mlp", {}, "ben", is_fresh=True)
+    fresh = service.process(2)
+    assert "--fresh" in fresh.arguments
+    service.until(lambda: service.search(id_).state == "running")
     assert fresh.events is not None
     fresh.events.write_text('{"event": "trial"}\n')
     service.until(lambda: not service.search(id_).is_fresh)
     service.stop()
     service.start()
-    assert "--fresh" not in service.process(2).arguments, "it goes on"
+    changed = service.process(3)
+    assert "--fresh" not in changed.arguments, "it goes on"
+    changed.end(0, {"config": {"precision": "fp16"}})
+    service.until(lambda: service.search(id_).state == "done")
+    assert service.search(id_).measured != measured
 
 
 @pytest.mark.parametrize(
