@@ -38,7 +38,8 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     settings when it was asked for. `options` are those that were asked for, by the names of the request. `callers` wait
     for it; without one it is ended. Each is a caller's name, followed by a space and the ID of the request if its
     client sent one: people who share a name wait apart. `measured` is when it was last measured to its end. With
-    `is_fresh` it is still to begin to measure again what exists already. `error` says why it failed. """
+    `is_fresh` it is still to begin to measure again what exists already. `error` says why it failed.
+    """
 
     id: str
     target: str
