@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from autotune_amp.command.leftovers import FOLDER, existing_outermost, leftover_notes, load_kept
+from autotune_amp.command.leftovers import FOLDER, clear_up_after_killed, existing_outermost, leftover_notes, load_kept
 from autotune_amp.command.messages import Error
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import TRIAL_DIR, CommandRun, CompletedRun
@@ -224,9 +224,10 @@ class Command:
 
     def keep_in(self, folder: Path) -> None:
         """From now on, move the files that runs create to a subfolder of the study's `folder`. Load the list of data
-        that earlier runs created.
+        that earlier runs created. Files that a killed search left are moved now.
         """
         self._kept_list, self.aside = folder / KEPT_LIST, folder.absolute() / FOLDER
+        clear_up_after_killed(folder, self.aside, self._kept_list)
         self.kept = load_kept(self._kept_list)
 
 
