@@ -120,8 +120,8 @@ class Command:
             _raise_if_agent_failed(completed.events)
             return completed
 
-        has_failed = request in self._together.unloaded
-        if has_failed:
+        failure = self._together.unloaded.get(request)
+        if failure is not None:
             self._together.close()
         loaded = self._together.take(request)
         num_held = len(self._together)
@@ -131,13 +131,13 @@ class Command:
             verdict = completed.verdict
             if until - time.monotonic() < (self._together.loading_seconds or 0.0):
                 return completed if verdict == "measured" else completed._replace(verdict=_unclear(verdict))
-            has_failed = isinstance(verdict, Failure)
+            failure = verdict if isinstance(verdict, Failure) else None
             self._together.close()
             completed = measured(self._start(request))
-            if not has_failed:
+            if failure is None:
                 self._together.limit_to(num_fitting(completed))
-        if has_failed and not isinstance(completed.verdict, Failure):
-            self._together.end()
+        if failure is not None and not isinstance(completed.verdict, Failure):
+            self._together.end(failure)
         elif is_alone:
             self._together.observe(completed)
         return completed
@@ -213,9 +213,15 @@ class Command:
 
     def notes(self) -> tuple[str, ...]:
         """Return sentences for the user on how the runs were made."""
-        if self._together.has_ended:
-            return ("A run failed beside others that loaded with it, and succeeded alone: later runs loaded alone.",)
-        return ()
+        failure = self._together.failure
+        if failure is None:
+            return ()
+        steps = (failure.details or "").splitlines()  # several are a traceback
+        step = f" {steps[0].partition('. ')[0].rstrip('.')}." if len(steps) == 1 else ""
+        return (
+            "A run failed beside others that loaded with it, and succeeded alone: later runs loaded alone. "
+            f"It failed with: {failure.message.partition(chr(10))[0].rstrip('.')}.{step}",
+        )
 
     def leftovers(self) -> tuple[str, ...]:
         """Return sentences for the user on the files that runs created, and where they are now."""
