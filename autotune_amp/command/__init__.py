@@ -100,10 +100,11 @@ the command names, those that its Python files import and its shell scripts name
 stopped, and the error names the file and the line (send the output to `{trial_dir}`). This covers writes by Python
 itself, torch, safetensors and SQLite. It does not cover `rm` or `>` in a shell script, programs that the script starts,
 HDF5 and Arrow. A file opened for update (`r+`) may be read. A script started in `{trial_dir}` by `cd {trial_dir} &&
-...` looks for its data there too: give absolute paths. Experiment trackers are off. Files that a trial creates outside
-of its own folders, if written in one of these ways, are moved to the study's `trial_leftovers` when the trial ends, so
-that neither the next trial nor the real training run resumes from its checkpoint. Caches, downloads and files that a
-torch `Dataset` writes stay for the next trial, if they were complete when training began.
+...` looks for its data there too: give absolute paths. Two searches of commands at the same time need folders of their
+own, unless they write to `{trial_dir}` alone. Experiment trackers are off. Files that a trial creates outside of its
+own folders, if written in one of these ways, are moved to the study's `trial_leftovers` when the trial ends, so that
+neither the next trial nor the real training run resumes from its checkpoint. Caches, downloads and files that a torch
+`Dataset` writes stay for the next trial, if they were complete when training began.
 
 **Limits.** The report lists what the first steps of a command do not show: time and memory of later steps, evaluations
 and checkpoints that the first steps do not reach, gradients beyond the first weights, and power draw

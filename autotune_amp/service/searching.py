@@ -1,7 +1,8 @@
 """Searches of a service: a thread starts each queued one as a process of its own, follows it and saves how it ended.
 
 A process is `autotune-amp search` in its target's folder, under a keeper: if the service is killed, so is the search,
-and the next service starts it again, which resumes its study. Two searches run at the same time only on different GPUs.
+and the next service starts it again, which resumes its study. Two searches run at the same time only on different GPUs,
+and those of commands only in different folders, where trials meet no files of the other's.
 """
 
 from __future__ import annotations
@@ -331,7 +332,7 @@ class SearchThread(threading.Thread):
         """Start the probe of a device that was asked for, and the searches whose devices are free, in order."""
         if self._probing is not None:
             return
-        taken = [self._devices[self.queue.searches[id_].target] for id_ in self._running]
+        taken = [self._needs(self.queue.searches[id_].target) for id_ in self._running]
         # One that failed is probed again only while no search waits, so that those who ask for it hold none up.
         if self._is_hardware_wanted and not taken and (self.hardware is None or not self.queue.waiting()):
             devices = frozenset[str]().union(*self._devices.values())
@@ -349,16 +350,22 @@ class SearchThread(threading.Thread):
                 if target_digest(target) != search.target_digest:
                     raise InvalidRequestError(f"The settings of target {search.target} have changed.", "Ask again.")
                 options = checked_options(target, search.options)
-                if any(_overlap(self._devices[search.target], devices) for devices in taken):
-                    taken.append(self._devices[search.target])  # no later one may overtake it
+                needs = self._needs(search.target)
+                if any(_overlap(needs, others) for others in taken):
+                    taken.append(needs)  # no later one may overtake it
                 elif time.monotonic() >= self._not_before.get(search.id, 0.0):
-                    taken.append(self._devices[search.target])
+                    taken.append(needs)
                     self._start_search(search, target, options)
             except (AutotuneAmpError, OSError) as error:
                 if _is_shortage(error):
                     self._not_before[search.id] = time.monotonic() + _BUSY_SECONDS
                 else:
                     self.queue.change(search.id, state="failed", ended=time.time(), error=_start_error_fields(error))
+
+    def _needs(self, name: str) -> frozenset[str]:
+        """Return the devices of a target, and the folder in which its command writes."""
+        target = self.settings.targets[name]
+        return self._devices[name] | (frozenset() if target.command is None else {target.folder})
 
     def _start_probe(self, device: str) -> None:
         """Start the probe of a device, whose document is the error if that cannot be done."""
@@ -544,6 +551,6 @@ def _visible_gpus(target: Target) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(slot.uuid or "" for slot in find_gpus(devices).slots)}
 
 
-def _overlap(devices: frozenset[str], others: frozenset[str]) -> bool:
+def _overlap(needs: frozenset[str], others: frozenset[str]) -> bool:
     """Whether two searches would disturb each other: one on the CPU disturbs all."""
-    return "cpu" in devices | others or bool(devices & others)
+    return "cpu" in needs | others or bool(needs & others)

@@ -188,6 +188,25 @@ def test_a_command_of_several_gpus_sees_these_and_runs_beside_none_of_them(
     assert not service.processes[1].environment
 
 
+def test_commands_of_one_folder_wait_for_each_other(make: Callable[..., Service]) -> None:
+    service = make(one="cuda:0", other="cuda:1", workload="cuda:2")
+    service.stop()
+    targets = {
+        name: target if name == "workload" else replace(target, workload=None, command="python train.py")
+        for name, target in service.settings.targets.items()
+    }
+    service.settings = replace(service.settings, targets=targets)
+    service.start()
+    service.ask("one")
+    waiting = service.ask("other")
+    service.ask("workload")
+    process = service.process(1)
+    assert process.arguments[-1] == "workload.py:f"
+    assert service.search(waiting).state == "queued", "its trials would meet the files of the other's"
+    service.process(0).end(0, DOCUMENT)
+    service.until(lambda: service.search(waiting).state == "running")
+
+
 def test_a_search_that_is_done_is_started_again_and_answers_as_before_meanwhile(make: Callable[..., Service]) -> None:
     service = make(mlp="cpu")
     id_ = service.ask("mlp")
