@@ -405,7 +405,7 @@ class SearchThread(threading.Thread):
             if code is not None:
                 del self._running[id_]
                 process.close()
-                self._finish(search, code, process)
+                self._finish(self.queue.searches[id_], code, process)  # somebody may have joined meanwhile
                 del self._events[id_]
             elif not search.callers or time.monotonic() > self._interrupt_at[id_]:
                 process.interrupt()

@@ -388,6 +388,19 @@ def test_devices_are_probed_when_nothing_runs(make: Callable[..., Service]) -> N
     service.until(lambda: service.thread.hardware == {"cuda:0": GPU, "cuda:1": GPU})
 
 
+def test_one_who_joins_while_an_ended_search_is_closed_is_waited_for(
+    make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = make(mlp="cpu")
+    id_ = service.ask("mlp", "ann")
+    service.process(0)
+    monkeypatch.setattr(ScriptedProcess, "close", lambda _: service.ask("mlp", "ben"))
+    service.thread.withdraw(service.search(id_), "ann")
+    service.process(1)
+    service.until(lambda: service.search(id_).state == "running")
+    assert service.search(id_).callers == ("ben",)
+
+
 def test_what_hangs_is_interrupted(make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "_PROBE_SECONDS", 0.0)
     service = make(mlp="cpu")
