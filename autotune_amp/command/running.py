@@ -28,6 +28,7 @@ from autotune_amp.command.messages import Hello, Loaded, Refused
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.startable import require_startable, with_agent_on_path
 from autotune_amp.command.verdict import RunState, verdict, with_advice
+from autotune_amp.core.errors import RunnerError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.interruption import heed
@@ -72,7 +73,7 @@ class CommandRun:
     creates elsewhere are moved to the folder `aside` at the end, also if the run is interrupted or killed. Data that
     were complete at the first step stay; their paths are written to the file `memory` in the study's folder. A run that
     `is_held` waits before its first training step for `measure`. Raises `WorkloadError` if the command cannot be
-    started.
+    started, and `RunnerError` if its files cannot be written.
     """
 
     def __init__(
@@ -147,6 +148,12 @@ class CommandRun:
             self._reader = threading.Thread(target=self._read_output, daemon=True, name="autotune-amp output")
             self._reader.start()
             self._is_running = True
+        except OSError as error:
+            self.close()
+            raise RunnerError(
+                f"The files of a trial cannot be written: {error}.",
+                "Free some space there, or set TMPDIR to a folder of another disk.",
+            ) from error
         except BaseException:
             self.close()
             raise
