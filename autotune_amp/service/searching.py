@@ -167,7 +167,6 @@ class SearchThread(threading.Thread):
         self._interrupt_probe_at = 0.0
         self._not_before: dict[str, float] = {}
         self._events: dict[str, SearchEvents] = {}
-        self._documents: dict[str, tuple[Search, bytes]] = {}
         self._wake = threading.Event()
 
     # --- asked by clients, from any thread ---------------------------------------------------------------------------
@@ -203,23 +202,12 @@ class SearchThread(threading.Thread):
 
         The recommendation stays while the search is done again.
         """
-        if search.state in WAITING:
-            waiting = [other.id for other in self.queue.waiting()]
-            return self._encode(search, waiting.index(search.id) if search.id in waiting else None)
-        saved_search, document = self._documents.get(search.id, (None, b""))
-        if saved_search is not search:
-            document = self._encode(search, None)
-            self._documents[search.id] = search, document
-            for oldest in list(self._documents)[:-_MAX_DOCUMENTS]:
-                self._documents.pop(oldest, None)
-        return document
-
-    def _encode(self, search: Search, position: int | None) -> bytes:
+        waiting = [other.id for other in self.queue.waiting()] if search.state in WAITING else []
         events = self.events(search)
         recommendation = None if search.state == "failed" else self._recommendation(search)
         fields = msgspec.structs.asdict(search) | {
             "callers": list(dict.fromkeys(map(caller_name, search.callers))),
-            "position": position,
+            "position": waiting.index(search.id) if search.id in waiting else None,
             "phase": events.phase if search.state == "running" else None,
             "num_trials": events.num_trials,
             "best": events.best,
@@ -309,7 +297,7 @@ class SearchThread(threading.Thread):
 
     def _forget(self, id_: str) -> None:
         """Remove the files of a forgotten search and what is kept of it in memory. Its study stays."""
-        for state in (self._interrupt_at, self._not_before, self._documents):
+        for state in (self._interrupt_at, self._not_before):
             state.pop(id_, None)
         with contextlib.suppress(OSError):
             for path in self._files.glob(f"{id_}.*"):
@@ -452,9 +440,6 @@ class SearchThread(threading.Thread):
             }
             words = {name: in_python(str(error[name])) for name in ("kind", "message", "next_step")}
             self.queue.change(search.id, state="failed", ended=time.time(), error=words)
-
-
-_MAX_DOCUMENTS = 64  # of finished searches that are kept encoded
 
 
 class OptionError(InvalidRequestError):
