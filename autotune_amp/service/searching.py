@@ -63,8 +63,8 @@ class SearchEvents:
         self.best: dict[str, Any] | None = None
         self._offset = 0
 
-    def read(self) -> bool:
-        """Read what was appended to the file, and return whether that was anything."""
+    def read(self) -> None:
+        """Read what was appended to the file."""
         with contextlib.suppress(OSError), self.path.open("rb") as file:
             file.seek(self._offset)
             whole, newline, _ = file.read().rpartition(b"\n")
@@ -72,8 +72,6 @@ class SearchEvents:
             for line in whole.splitlines():
                 with contextlib.suppress(msgspec.MsgspecError):  # half a line of a search that was killed
                     self._add(msgspec.json.decode(line, type=dict[str, Any]), line)
-            return bool(whole)
-        return False
 
     def _add(self, event: dict[str, Any], line: bytes) -> None:
         kind = str(event.get("event"))
