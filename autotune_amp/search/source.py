@@ -112,11 +112,11 @@ class Source:
 
     def edited_files(self, fingerprint: Fingerprint) -> list[str]:
         """Return the files of code and settings, by their names in the fingerprint, that were edited since."""
-        folders = [] if self.is_elsewhere else ["", Path(self.target or "").parent, *_import_path()]
+        folders = [] if self.is_elsewhere else [Path(), Path(self.target or "").parent, *map(Path, _import_path())]
         edited = []
         for part, digest in fingerprint.parts.items():
             kind, _, name = part.partition("file ")
-            files = [Path(folder, name) for folder in folders] if kind in ("", "source ") else []
+            files = [folder / name for folder in folders] if kind in ("", "source ") else []
             digests = [file_digest(file) for file in files if file.is_file()]
             if digests and not any(each in digest for each in digests):  # two files of one name have one part
                 edited.append(name)
