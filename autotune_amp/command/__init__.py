@@ -25,9 +25,9 @@ needs a placeholder, and how often it starts the command.
 **Trials.** Each trial runs the command itself with a few hooks in it (`autotune_amp/command/agent`), until its steps
 are measured; then the command and every process that it started are killed. Its output is shown if it fails. The first
 run is the command as it is today; the next runs use another precision and, where other batch sizes may be tried,
-another batch size. Both count as trials. A placeholder that does not reach the training code is an error that names the
-requested and the observed value. A precision in which the command fails, or is far too slow, is left out with a
-warning.
+another batch size. Both count as trials. With `--device cuda:1` the command sees that GPU alone, as `cuda`. A
+placeholder that does not reach the training code is an error that names the requested and the observed value. A
+precision in which the command fails, or is far too slow, is left out with a warning.
 
 Where starts are long, most of the time goes by before the first training step. So several runs, as many as cores and
 memory allow, are started together and wait there; then each trains alone, as it would by itself. One that fails while
@@ -101,10 +101,11 @@ the command names, those that its Python files import and its shell scripts name
 stopped, and the error names the file and the line (send the output to `{trial_dir}`). This covers writes by Python
 itself, torch, safetensors and SQLite. It does not cover `rm` or `>` in a shell script, programs that the script starts,
 HDF5 and Arrow. A file opened for update (`r+`) may be read. A script started in `{trial_dir}` by `cd {trial_dir} &&
-...` looks for its data there too: give absolute paths. Experiment trackers are off. Files that a trial creates outside
-of its own folders, if written in one of these ways, are moved to the study's `trial_leftovers` when the trial ends, so
-that neither the next trial nor the real training run resumes from its checkpoint. Caches, downloads and files that a
-torch `Dataset` writes stay for the next trial, if they were complete when training began.
+...` looks for its data there too: give absolute paths. Two searches of commands at the same time need folders of their
+own, unless they write to `{trial_dir}` alone. Experiment trackers are off. Files that a trial creates outside of its
+own folders, if written in one of these ways, are moved to the study's `trial_leftovers` when the trial ends, so that
+neither the next trial nor the real training run resumes from its checkpoint. Caches, downloads and files that a torch
+`Dataset` writes stay for the next trial, if they were complete when training began.
 
 **Limits.** The report lists what the first steps of a command do not show: time and memory of later steps, evaluations
 and checkpoints that the first steps do not reach, gradients beyond the first weights, and power draw

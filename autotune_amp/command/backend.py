@@ -35,6 +35,7 @@ from autotune_amp.command.settable import (
 )
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
+from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.job import Deadlines, Job
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
@@ -42,7 +43,7 @@ from autotune_amp.core.text import count
 from autotune_amp.processes.local import Ability, CompletedHandle, Handle, OpenResult, Slot, WorkloadBackend
 from autotune_amp.processes.process import Watcher
 from autotune_amp.processes.program import temporary_folder
-from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Check, Describe, Trial, measurement_limit_seconds
+from autotune_amp.trial.jobs import NUM_WARMUP_STEPS, Check, Describe, ProbeJob, Trial, measurement_limit_seconds
 
 # Gradients to compare in a fidelity check; skips of a GradScaler before them: from 2**16 it finds a scale of 2**8;
 # entries of each gradient that are written, which bounds the files to 8 MB.
@@ -133,6 +134,8 @@ class CommandBackend(WorkloadBackend):
         """Run the command if the job trains or examines training steps, else pass the job to the local backend; return
         its handle. See `Backend`.
         """
+        if isinstance(job, ProbeJob):
+            return CompletedHandle(self._probe(job))
         if isinstance(job, Describe):
             return CompletedHandle(self._describe(job))
         if isinstance(job, Check):
@@ -163,6 +166,13 @@ class CommandBackend(WorkloadBackend):
     def close(self) -> None:
         """End the process that runs probes."""
         self._local.close()
+
+    def _probe(self, job: ProbeJob) -> Hardware | Failure:
+        """Probe the device. If it was requested by its number, all runs of the command see no other GPU."""
+        hardware = self._local.submit(job).result()
+        if isinstance(hardware, Hardware) and ":" in job.device:
+            self._command.environment = Slot(hardware.device, uuid=hardware.identity.uuid).environment
+        return hardware
 
     def _describe(self, job: Describe) -> Description | Failure:
         """Run the unchanged command, then check in another run whether other values reach the training; return the

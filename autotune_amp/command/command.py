@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from autotune_amp.command.leftovers import FOLDER, existing_outermost, leftover_notes, load_kept
+from autotune_amp.command.leftovers import FOLDER, clear_up_after_killed, existing_outermost, leftover_notes, load_kept
 from autotune_amp.command.messages import Error
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import TRIAL_DIR, CommandRun, CompletedRun
@@ -71,7 +71,7 @@ class Command:
     along which samples are counted if there is no DataLoader; `num_sharing`, the number of ranks among which a batch is
     divided. Files that runs create outside of their own folders are moved to the folder `aside`, except data, listed in
     `kept`, and files that cannot be moved, listed in `stuck`. `opened` is called with the files of code and settings
-    that a run read.
+    that a run read. `environment` has the variables that hide other GPUs from all runs.
     """
 
     def __init__(self, line: CommandTemplate) -> None:
@@ -84,6 +84,7 @@ class Command:
         self.kept: tuple[str, ...] = ()
         self.stuck: tuple[str, ...] = ()
         self.aside: Path | None = None
+        self.environment: dict[str, str] = {}
         self.opened: Callable[[Sequence[str]], object] = lambda _: None
         self._kept_list: Path | None = None
         self._created_folders: set[str] = set()  # by runs; one that is left may have held files of another run
@@ -119,8 +120,8 @@ class Command:
             _raise_if_agent_failed(completed.events)
             return completed
 
-        has_failed = request in self._together.unloaded
-        if has_failed:
+        failure = self._together.unloaded.get(request)
+        if failure is not None:
             self._together.close()
         loaded = self._together.take(request)
         num_held = len(self._together)
@@ -130,13 +131,13 @@ class Command:
             verdict = completed.verdict
             if until - time.monotonic() < (self._together.loading_seconds or 0.0):
                 return completed if verdict == "measured" else completed._replace(verdict=_unclear(verdict))
-            has_failed = isinstance(verdict, Failure)
+            failure = verdict if isinstance(verdict, Failure) else None
             self._together.close()
             completed = measured(self._start(request))
-            if not has_failed:
+            if failure is None:
                 self._together.limit_to(num_fitting(completed))
-        if has_failed and not isinstance(completed.verdict, Failure):
-            self._together.end()
+        if failure is not None and not isinstance(completed.verdict, Failure):
+            self._together.end(failure)
         elif is_alone:
             self._together.observe(completed)
         return completed
@@ -171,7 +172,7 @@ class Command:
         arguments, files = self.line.of_setting(setting, trial_dir, seed=seed, trial_dir=trial_dir, port=free_port())
         return CommandRun(
             arguments,
-            environment={**os.environ, **TRIAL_ENVIRONMENT, **dict(request.environment)},
+            environment={**os.environ, **TRIAL_ENVIRONMENT, **self.environment, **dict(request.environment)},
             agent={"seed": seed, "outside": outside, "sample_dim": self.sample_dim, **json.loads(request.agent)},
             folder=folder,
             files=files,
@@ -212,9 +213,15 @@ class Command:
 
     def notes(self) -> tuple[str, ...]:
         """Return sentences for the user on how the runs were made."""
-        if self._together.has_ended:
-            return ("A run failed beside others that loaded with it, and succeeded alone: later runs loaded alone.",)
-        return ()
+        failure = self._together.failure
+        if failure is None:
+            return ()
+        steps = (failure.details or "").splitlines()  # several are a traceback
+        step = f" {steps[0].partition('. ')[0].rstrip('.')}." if len(steps) == 1 else ""
+        return (
+            "A run failed beside others that loaded with it, and succeeded alone: later runs loaded alone. "
+            f"It failed with: {failure.message.partition(chr(10))[0].rstrip('.')}.{step}",
+        )
 
     def leftovers(self) -> tuple[str, ...]:
         """Return sentences for the user on the files that runs created, and where they are now."""
@@ -223,9 +230,10 @@ class Command:
 
     def keep_in(self, folder: Path) -> None:
         """From now on, move the files that runs create to a subfolder of the study's `folder`. Load the list of data
-        that earlier runs created.
+        that earlier runs created. Files that a killed search left are moved now.
         """
         self._kept_list, self.aside = folder / KEPT_LIST, folder.absolute() / FOLDER
+        clear_up_after_killed(folder, self.aside, self._kept_list)
         self.kept = load_kept(self._kept_list)
 
 

@@ -1,8 +1,9 @@
 """Move away the files that runs of a command create outside of their own folders, so that neither the next trial nor
 the real training resumes from them.
 
-The agent's guard lists every path that a run creates in one file. Entries `-path` are moved; entries `+path` are data
-that were downloaded or prepared, which stay for the next run once they are complete.
+The agent's guard lists every path that a run creates in one file, in the study's folder, so that the next search knows
+it even if nothing of this one was left to clear up. Entries `-path` are moved; entries `+path` are data that were
+downloaded or prepared, which stay for the next run once they are complete.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import errno
 import json
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -21,10 +23,17 @@ import msgspec
 from autotune_amp.core.documents import cause, read_file
 from autotune_amp.core.errors import FormatError
 from autotune_amp.core.recommendation import write_atomically
+from autotune_amp.processes.program import new_folder
 
 FOLDER = "trial_leftovers"  # the folder of a study that leftovers are moved to
+_CREATED_LIST = "created-"  # begins the name of a run's list file in the folder of its study
 _FILE_CLOCK_SECONDS = 0.02  # twice the largest tick (10 ms) of the kernel clock that sets file times
 MAX_LISTED, MAX_LISTED_IN_FOLDER = 5, 3  # more paths are only counted
+
+
+def created_list_in(study: Path, run: Path) -> Path:
+    """Return the path of the list file of a run that begins now. Its name has the time and that of the run's folder."""
+    return study.absolute() / f"{_CREATED_LIST}{time.time_ns()}-{run.name}"
 
 
 def write_kept(file: Path, kept: Iterable[str]) -> None:
@@ -135,17 +144,27 @@ def save_kept(path: Path, kept: Iterable[str], stuck: Iterable[str] = ()) -> Non
     write_atomically(path, json.dumps(files, indent=1))
 
 
-def clear_up(created_list: str, aside: str, memory: str, began: float) -> None:
+def clear_up(created_list: str, aside: str, memory: str) -> None:
     """Move the paths listed in the file `created_list` to the folder `aside`; write those that stay to the file
-    `memory`.
+    `memory`. Remove the list.
 
-    The keeper of a command calls it if the search was killed. Data written since `began` (seconds since the
-    epoch) are moved too, as they may be incomplete.
+    The keeper of a command calls it if the search was killed. Data written since the run began are moved too, as they
+    may be incomplete.
     """
-    save_kept(Path(memory), *set_aside(Path(created_list), Path(aside), began))
+    file = Path(created_list)
+    began = int(file.name.removeprefix(_CREATED_LIST).partition("-")[0]) / 1e9
+    save_kept(Path(memory), *set_aside(file, Path(aside), began))
+    file.unlink(missing_ok=True)
 
 
 CLEAR_UP = clear_up.__module__, clear_up.__name__
+
+
+def clear_up_after_killed(study: Path, aside: Path, memory: Path) -> None:
+    """Move the files of runs whose keepers were killed too, and remove the folders of these runs."""
+    for file in sorted(study.glob(f"{_CREATED_LIST}*")):
+        clear_up(str(file), str(aside), str(memory))
+        shutil.rmtree(new_folder().with_name(file.name.split("-", 2)[2]), ignore_errors=True)
 
 
 def load_kept(path: Path) -> tuple[str, ...]:

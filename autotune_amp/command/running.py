@@ -22,12 +22,13 @@ from typing import Any, Literal, NamedTuple
 import psutil
 from msgspec.structs import replace
 
-from autotune_amp.command.leftovers import CLEAR_UP, read_entries, save_kept, set_aside, write_kept
+from autotune_amp.command.leftovers import CLEAR_UP, created_list_in, read_entries, save_kept, set_aside, write_kept
 from autotune_amp.command.listening import Listener
 from autotune_amp.command.messages import Hello, Loaded, Refused
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.startable import require_startable, with_agent_on_path
 from autotune_amp.command.verdict import RunState, verdict, with_advice
+from autotune_amp.core.errors import RunnerError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.interruption import heed
@@ -70,8 +71,9 @@ class CommandRun:
     (see `agent.arm`), which writes its files to the folder `output`, if given. The command must not change existing
     files except in `folder`, in the parent of `output`, and in the data that earlier runs have `kept`. Files that it
     creates elsewhere are moved to the folder `aside` at the end, also if the run is interrupted or killed. Data that
-    were complete at the first step stay; their paths are written to the file `memory`. A run that `is_held` waits
-    before its first training step for `measure`. Raises `WorkloadError` if the command cannot be started.
+    were complete at the first step stay; their paths are written to the file `memory` in the study's folder. A run that
+    `is_held` waits before its first training step for `measure`. Raises `WorkloadError` if the command cannot be
+    started, and `RunnerError` if its files cannot be written.
     """
 
     def __init__(
@@ -91,7 +93,8 @@ class CommandRun:
         require_startable(arguments, environment.get("PATH"), files or ())
         arguments = with_agent_on_path(arguments, INJECTED, files)
         self._folder = folder or new_folder()
-        self._made_list, self._opened_list = self._folder / "made", self._folder / "opened"
+        self._made_list = self._folder / "made" if memory is None else created_list_in(memory.parent, self._folder)
+        self._opened_list = self._folder / "opened"
         self._aside, self._memory = aside, memory
         self._is_held = is_held
         self._is_running = False
@@ -116,7 +119,7 @@ class CommandRun:
             "socket": socket,
         }
         keeps_leftovers = memory is not None and aside is not None
-        clear_up = [*CLEAR_UP, str(self._made_list), str(aside), str(memory), time.time()] if keeps_leftovers else None
+        clear_up = [*CLEAR_UP, str(self._made_list), str(aside), str(memory)] if keeps_leftovers else None
         self._program = Program(
             arguments,
             {
@@ -135,16 +138,22 @@ class CommandRun:
             when_orphaned=clear_up,
         )
         try:
-            write_kept(self._made_list, kept)
             (self._folder / TRIAL_DIR).mkdir()
             for path, text in (files or {}).items():
                 Path(path).write_bytes(text.encode())
             self._listener = Listener(socket)
             self._began = time.monotonic()
+            write_kept(self._made_list, kept)
             self._program.start()
             self._reader = threading.Thread(target=self._read_output, daemon=True, name="autotune-amp output")
             self._reader.start()
             self._is_running = True
+        except OSError as error:
+            self.close()
+            raise RunnerError(
+                f"The files of a trial cannot be written: {error}.",
+                "Free some space there, or set TMPDIR to a folder of another disk.",
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -211,6 +220,7 @@ class CommandRun:
             self.kept, self.stuck = set_aside(self._made_list, self._aside, self._data_until)
             if self._memory is not None:
                 save_kept(self._memory, self.kept, self.stuck)
+            self._made_list.unlink(missing_ok=True)
 
     def _is_quiet(self) -> bool:
         """Whether the processes have hardly computed since a call at least `_QUIET_SECONDS` ago."""

@@ -69,7 +69,8 @@ def _held_bytes(loaded: Loaded) -> int:
 class RunsTogether:
     """Holder of loaded runs that wait to train, each by a key that says what it runs.
 
-    `unloaded` are the keys of runs that failed to load beside others.
+    `unloaded` are the failures of runs that did not load beside others. `failure` is the one because of which each run
+    loads alone.
     """
 
     def __init__(self, closed: Callable[[CommandRun], object]) -> None:
@@ -77,8 +78,8 @@ class RunsTogether:
         self._runs: dict[Hashable, CommandRun] = {}
         self.loading_seconds: float | None = None  # of a run alone
         self.num_fitting = 1  # how many may load at the same time
-        self.has_ended = False
-        self.unloaded: set[Hashable] = set()
+        self.failure: Failure | None = None
+        self.unloaded: dict[Hashable, Failure] = {}
 
     def observe(self, completed: CompletedRun) -> None:
         """Learn from a run that ran alone whether and how long others may load together."""
@@ -100,7 +101,7 @@ class RunsTogether:
         loading: dict[Hashable, CommandRun] = {}
         for key, start in starts.items():
             if key not in self._runs:
-                self.unloaded.discard(key)
+                self.unloaded.pop(key, None)
                 try:
                     self._runs[key] = loading[key] = start()
                 except (RunnerError, RuntimeError, OSError):  # no more processes or threads: fewer load together
@@ -113,10 +114,12 @@ class RunsTogether:
             watcher.tick()
             for key, run in list(loading.items()):
                 outcome = run.loading_outcome()
-                if isinstance(outcome, Failure) or (outcome is None and time.monotonic() > until):
-                    self.unloaded.add(key)
+                if outcome is None and time.monotonic() > until:
+                    outcome = Failure(kind="timeout", message="it did not load in time")
+                if isinstance(outcome, Failure):
+                    self.unloaded[key] = outcome
                     self._close([key])
-                if outcome is not None or key not in self._runs:
+                if outcome is not None:
                     del loading[key]
             time.sleep(TICK_SECONDS if loading else 0.0)
 
@@ -142,9 +145,9 @@ class RunsTogether:
         """Let at most this many runs load at the same time from now on."""
         self.num_fitting = min(self.num_fitting, number)
 
-    def end(self) -> None:
-        """Let each run load alone from now on."""
-        self.num_fitting, self.has_ended = 1, True
+    def end(self, failure: Failure) -> None:
+        """Let each run load alone from now on, because of this failure of a run that succeeded alone."""
+        self.num_fitting, self.failure = 1, failure
 
     def _close(self, keys: Iterable[Hashable]) -> None:
         with ExitStack() as stack:  # each is closed, whatever closing another one raises

@@ -165,7 +165,7 @@ def _reap_children(program: int) -> int | None:
 
 def _kill_descendants(process_tree: Any, mark: str, shared_before: Iterable[str]) -> None:
     """Kill all descendants of the program at once, by a signal that they cannot handle, and free their shared memory
-    and their locks of builds.
+    and their locks of builds. Keepers among them do so with their own programs, and are waited for.
 
     `shared_before` are the names of shared memory that existed before, which is kept.
     """
@@ -181,6 +181,7 @@ def _kill_descendants(process_tree: Any, mark: str, shared_before: Iterable[str]
         _reap_children(0)
         processes = {*psutil.Process().children(recursive=True), *process_tree.find_marked_processes(mark)}
         num_empty = 0 if processes else num_empty + 1
+        processes = {process for process in processes if not _is_keeper(process)}
         for process in processes:
             with suppress(psutil.Error):
                 process.suspend()  # so that it does not share more memory, or react to the end of another one
@@ -194,6 +195,15 @@ def _kill_descendants(process_tree: Any, mark: str, shared_before: Iterable[str]
     for path in (*(process_tree.SHARED_MEMORY / name for name in shared_names), *locks):
         with suppress(OSError):
             path.unlink()
+
+
+def _is_keeper(process: Any) -> bool:
+    """Whether a process is a keeper, which clears up once its parent has ended."""
+    import psutil
+
+    with suppress(psutil.Error):
+        return __file__ in process.cmdline()[:3]
+    return False
 
 
 def main(settings: str, *arguments: str) -> None:

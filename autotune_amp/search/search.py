@@ -169,6 +169,13 @@ class _Search:
         interruption = self._run_stages(backend, ledger, planner)
         if ledger.final_shortlist is None:
             raise self._error_without_choice(ledger, interruption)
+        fingerprint = self._source.with_opened(fingerprint)
+        edited = self._source.edited_files(fingerprint)
+        if edited:
+            self._warnings.append(
+                f"{', '.join(edited[:3])} changed during the search, so that trials may have run both versions: search "
+                "again with --fresh."
+            )
         recommendation = recommend(
             ledger,
             options=self._options,
@@ -176,7 +183,7 @@ class _Search:
             workload=opened.description,
             search=self._summary(ledger, planner, fingerprint, load_before, was_interrupted=interruption is not None),
             hardware=opened.hardware,
-            fingerprint=self._source.with_opened(fingerprint),
+            fingerprint=fingerprint,
             versions=versions(),
             target=self._source.target,
             command_template=self._source.command_template,
@@ -196,7 +203,8 @@ class _Search:
                 recommendation.excluded,
                 recommendation if is_saved_if_interrupted else None,  # how to use it is said by its file
             )
-        self._store_for_others(recommendation)
+        if not edited:
+            self._store_for_others(recommendation)
         return recommendation
 
     def _run_stages(self, backend: WorkloadBackend, ledger: Ledger, planner: Planner) -> str | None:

@@ -17,6 +17,7 @@ from autotune_amp.core.errors import AutotuneAmpError, InvalidRequestError, Work
 from autotune_amp.core.hardware import DeviceIdentity, Hardware
 from autotune_amp.core.outcome import Description, Failure
 from autotune_amp.core.recommendation import Fingerprint, NothingWorksError
+from autotune_amp.fingerprint import file_digest
 
 if TYPE_CHECKING:
     from autotune_amp.core.command_template import CommandTemplate
@@ -108,6 +109,18 @@ class Source:
     def with_opened(self, fingerprint: Fingerprint) -> Fingerprint:
         """Return the fingerprint extended by the files that trials read; unchanged unless the source is a command."""
         return fingerprint
+
+    def edited_files(self, fingerprint: Fingerprint) -> list[str]:
+        """Return the files of code and settings, by their names in the fingerprint, that were edited since."""
+        folders = [] if self.is_elsewhere else [Path(), Path(self.target or "").parent, *map(Path, _import_path())]
+        edited = []
+        for part, digest in fingerprint.parts.items():
+            kind, _, name = part.partition("file ")
+            files = [folder / name for folder in folders] if kind in ("", "source ") else []
+            digests = [file_digest(file) for file in files if file.is_file()]
+            if digests and not any(each in digest for each in digests):  # two files of one name have one part
+                edited.append(name)
+        return edited
 
     def notes(self) -> tuple[str, ...]:
         """Return sentences on how the trials ran, for the recommendation; none for a workload."""

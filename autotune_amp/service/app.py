@@ -47,7 +47,7 @@ class Options(BaseModel):
     """Options of a search, as those of `autotune-amp search`. The target's limits hold for `budget` and `memory_limit`.
 
     `budget` is in seconds; `batch_size` is "LOW:HIGH"; `memory_limit` is a size such as "16GiB", or bytes. `fresh`
-    repeats measurements that exist already; without it, an equal search that is done answers.
+    repeats measurements that exist already; without it, those of the unchanged program are used.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -152,7 +152,7 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
 
     @app.post("/searches", status_code=202)
     def submit(request: SearchRequest, asked_by: Request, request_id: _RequestId = None) -> Response:
-        """Queue a search, or join the equal one that waits, runs or is done. GET its Location to follow it."""
+        """Queue a search, or join the equal one that waits or runs. GET its Location to follow it."""
         if request.target not in targets:
             message = f"target is {request.target[:80]!r}."
             raise OptionError("target", message, f"Name one of {', '.join(targets)}.")

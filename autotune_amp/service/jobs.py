@@ -37,9 +37,8 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     `id` is a digest of the request, so that equal requests are one search. `target_digest` is that of the target's
     settings when it was asked for. `options` are those that were asked for, by the names of the request. `callers` wait
     for it; without one it is ended. Each is a caller's name, followed by a space and the ID of the request if its
-    client sent one: people who share a name wait apart. `measured` is when it was last done, which stays when it is
-    asked for again. With `is_fresh` it is still to begin to measure again what exists already. `error` says why it
-    failed.
+    client sent one: people who share a name wait apart. `measured` is when it was last measured to its end. With
+    `is_fresh` it is still to begin to measure again what exists already. `error` says why it failed.
     """
 
     id: str
@@ -120,16 +119,15 @@ class Queue:
         return [search for search in list(self.searches.values()) if search.state == "queued"]
 
     def submit(self, search: Search) -> Search:
-        """Add a search, or its callers to the equal one that waits or runs; return the equal one that is done.
+        """Add a search, or its callers to the equal one that waits or runs.
 
-        A search that failed or was ended is started again, and with `is_fresh` one that is done: it keeps its place
-        before newer ones. Raises `QueueFullError` if too many wait, `StudyError` if it cannot be saved.
+        An equal one that is over is started again, with its place before newer ones: if it is done and nothing has
+        changed, its study answers at once. Raises `QueueFullError` if too many wait, `StudyError` if it cannot be
+        saved.
         """
         with self._lock:
             before = self.searches.get(search.id)
             if before is not None:
-                if before.state == "done" and not search.is_fresh:
-                    return before
                 is_fresh = before.is_fresh or (search.is_fresh and before.state != "running")
                 state: State = before.state if before.state in WAITING else "queued"
                 callers = before.callers if before.state in WAITING else ()

@@ -1,7 +1,8 @@
 """Searches of a service: a thread starts each queued one as a process of its own, follows it and saves how it ended.
 
 A process is `autotune-amp search` in its target's folder, under a keeper: if the service is killed, so is the search,
-and the next service starts it again, which resumes its study. Two searches run at the same time only on different GPUs.
+and the next service starts it again, which resumes its study. Two searches run at the same time only on different GPUs,
+and those of commands only in different folders, where trials meet no files of the other's.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.core.text import in_python
 from autotune_amp.hardware import identify, nvml
 from autotune_amp.integrations.service_address import TOKEN_VARIABLE
+from autotune_amp.processes.devices import find_gpus
 from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.service.jobs import (
@@ -61,8 +63,8 @@ class SearchEvents:
         self.best: dict[str, Any] | None = None
         self._offset = 0
 
-    def read(self) -> bool:
-        """Read what was appended to the file, and return whether that was anything."""
+    def read(self) -> None:
+        """Read what was appended to the file."""
         with contextlib.suppress(OSError), self.path.open("rb") as file:
             file.seek(self._offset)
             whole, newline, _ = file.read().rpartition(b"\n")
@@ -70,8 +72,6 @@ class SearchEvents:
             for line in whole.splitlines():
                 with contextlib.suppress(msgspec.MsgspecError):  # half a line of a search that was killed
                     self._add(msgspec.json.decode(line, type=dict[str, Any]), line)
-            return bool(whole)
-        return False
 
     def _add(self, event: dict[str, Any], line: bytes) -> None:
         kind = str(event.get("event"))
@@ -93,12 +93,14 @@ def server_sent_event(kind: str, data: bytes, number: int | None = None) -> byte
 class _Process:
     """A command of `autotune-amp` that runs for the service, with its output in files."""
 
-    def __init__(self, arguments: list[str], folder: str, output: Path) -> None:
-        environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    def __init__(
+        self, arguments: list[str], folder: str, output: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         with output.open("wb") as out, output.with_suffix(".log").open("wb") as log:
             self._program = Program(
                 [sys.executable, *_SAFE_PATH, "-m", "autotune_amp", *arguments],
-                environment,
+                {**inherited, **(environment or {})},
                 new_folder(),
                 working_directory=Path(folder),
                 stdin=subprocess.DEVNULL,
@@ -163,7 +165,6 @@ class SearchThread(threading.Thread):
         self._interrupt_probe_at = 0.0
         self._not_before: dict[str, float] = {}
         self._events: dict[str, SearchEvents] = {}
-        self._documents: dict[str, tuple[Search, bytes]] = {}
         self._wake = threading.Event()
 
     # --- asked by clients, from any thread ---------------------------------------------------------------------------
@@ -199,23 +200,12 @@ class SearchThread(threading.Thread):
 
         The recommendation stays while the search is done again.
         """
-        if search.state in WAITING:
-            waiting = [other.id for other in self.queue.waiting()]
-            return self._encode(search, waiting.index(search.id) if search.id in waiting else None)
-        saved_search, document = self._documents.get(search.id, (None, b""))
-        if saved_search is not search:
-            document = self._encode(search, None)
-            self._documents[search.id] = search, document
-            for oldest in list(self._documents)[:-_MAX_DOCUMENTS]:
-                self._documents.pop(oldest, None)
-        return document
-
-    def _encode(self, search: Search, position: int | None) -> bytes:
+        waiting = [other.id for other in self.queue.waiting()] if search.state in WAITING else []
         events = self.events(search)
         recommendation = None if search.state == "failed" else self._recommendation(search)
         fields = msgspec.structs.asdict(search) | {
             "callers": list(dict.fromkeys(map(caller_name, search.callers))),
-            "position": position,
+            "position": waiting.index(search.id) if search.id in waiting else None,
             "phase": events.phase if search.state == "running" else None,
             "num_trials": events.num_trials,
             "best": events.best,
@@ -305,7 +295,7 @@ class SearchThread(threading.Thread):
 
     def _forget(self, id_: str) -> None:
         """Remove the files of a forgotten search and what is kept of it in memory. Its study stays."""
-        for state in (self._interrupt_at, self._not_before, self._documents):
+        for state in (self._interrupt_at, self._not_before):
             state.pop(id_, None)
         with contextlib.suppress(OSError):
             for path in self._files.glob(f"{id_}.*"):
@@ -328,7 +318,7 @@ class SearchThread(threading.Thread):
         """Start the probe of a device that was asked for, and the searches whose devices are free, in order."""
         if self._probing is not None:
             return
-        taken = [self._devices[self.queue.searches[id_].target] for id_ in self._running]
+        taken = [self._needs(self.queue.searches[id_].target) for id_ in self._running]
         # One that failed is probed again only while no search waits, so that those who ask for it hold none up.
         if self._is_hardware_wanted and not taken and (self.hardware is None or not self.queue.waiting()):
             devices = frozenset[str]().union(*self._devices.values())
@@ -346,16 +336,22 @@ class SearchThread(threading.Thread):
                 if target_digest(target) != search.target_digest:
                     raise InvalidRequestError(f"The settings of target {search.target} have changed.", "Ask again.")
                 options = checked_options(target, search.options)
-                if any(_overlap(self._devices[search.target], devices) for devices in taken):
-                    taken.append(self._devices[search.target])  # no later one may overtake it
+                needs = self._needs(search.target)
+                if any(_overlap(needs, others) for others in taken):
+                    taken.append(needs)  # no later one may overtake it
                 elif time.monotonic() >= self._not_before.get(search.id, 0.0):
-                    taken.append(self._devices[search.target])
+                    taken.append(needs)
                     self._start_search(search, target, options)
             except (AutotuneAmpError, OSError) as error:
                 if _is_shortage(error):
                     self._not_before[search.id] = time.monotonic() + _BUSY_SECONDS
                 else:
                     self.queue.change(search.id, state="failed", ended=time.time(), error=_start_error_fields(error))
+
+    def _needs(self, name: str) -> frozenset[str]:
+        """Return the devices of a target, and the folder in which its command writes."""
+        target = self.settings.targets[name]
+        return self._devices[name] | (frozenset() if target.command is None else {target.folder})
 
     def _start_probe(self, device: str) -> None:
         """Start the probe of a device, whose document is the error if that cannot be done."""
@@ -377,7 +373,7 @@ class SearchThread(threading.Thread):
         own = ["--json", "--events", str(events.path), "--out", self.studies, "--study", study]
         fresh = ["--fresh"] if search.is_fresh else []
         arguments = ["search", *options.arguments(), *fresh, *own, *target.arguments()]
-        self._running[search.id] = _Process(arguments, target.folder, self._output(search.id))
+        self._running[search.id] = _Process(arguments, target.folder, self._output(search.id), _visible_gpus(target))
         self._events[search.id] = events
         self._interrupt_at[search.id] = time.monotonic() + options.budget_seconds + _LATE_SECONDS
         self.queue.change(search.id, state="running", started=time.time(), ended=None, error=None)
@@ -395,7 +391,7 @@ class SearchThread(threading.Thread):
             if code is not None:
                 del self._running[id_]
                 process.close()
-                self._finish(search, code, process)
+                self._finish(self.queue.searches[id_], code, process)  # somebody may have joined meanwhile
                 del self._events[id_]
             elif not search.callers or time.monotonic() > self._interrupt_at[id_]:
                 process.interrupt()
@@ -416,8 +412,11 @@ class SearchThread(threading.Thread):
         document = process.document()
         error = document.get("error") or {}
         if code == 0 and "config" in document:
+            before = self.measured_json(search)
+            is_cached = before is not None and msgspec.json.decode(before) == document
             self._output(search.id).replace(self._result(search.id))
-            self.queue.change(search.id, state="done", ended=time.time(), measured=time.time())
+            measured = search.measured if is_cached else time.time()
+            self.queue.change(search.id, state="done", ended=time.time(), measured=measured)
         elif process.is_interrupted and not search.callers:
             self.queue.change(search.id, state="ended", ended=time.time())
         elif process.is_interrupted and time.monotonic() > self._interrupt_at[search.id]:
@@ -439,9 +438,6 @@ class SearchThread(threading.Thread):
             }
             words = {name: in_python(str(error[name])) for name in ("kind", "message", "next_step")}
             self.queue.change(search.id, state="failed", ended=time.time(), error=words)
-
-
-_MAX_DOCUMENTS = 64  # of finished searches that are kept encoded
 
 
 class OptionError(InvalidRequestError):
@@ -469,7 +465,8 @@ def checked_options(target: Target, asked: Mapping[str, Any]) -> SearchOptions:
     for name, value in named.items():
         checked_option(name.rstrip("_"), name, value)
     try:
-        options = SearchOptions.from_user(**named, device=target.device, devices=target.devices)
+        devices = None if target.command is not None else target.devices  # a command has them from `_visible_gpus`
+        options = SearchOptions.from_user(**named, device=target.device, devices=devices)
     except InvalidRequestError as error:  # two that do not go together
         raise OptionError("options", in_python(error.message), "Leave one of them out.") from error
     if options.budget_seconds > limits.budget_seconds:
@@ -526,6 +523,17 @@ def _devices_of(limits: SearchOptions) -> frozenset[str]:
     return frozenset({kind if ":" in kind or kind in ("cpu", "mps") else f"{kind}:0"})
 
 
-def _overlap(devices: frozenset[str], others: frozenset[str]) -> bool:
+def _visible_gpus(target: Target) -> dict[str, str]:
+    """Return the environment variable that limits a command to the GPUs in the `devices` of its target.
+
+    Raises `InvalidRequestError` if there is no such GPU, or if they are of several models.
+    """
+    devices = target.limits.devices
+    if target.command is None or devices is None:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(slot.uuid or "" for slot in find_gpus(devices).slots)}
+
+
+def _overlap(needs: frozenset[str], others: frozenset[str]) -> bool:
     """Whether two searches would disturb each other: one on the CPU disturbs all."""
-    return "cpu" in devices | others or bool(devices & others)
+    return "cpu" in needs | others or bool(needs & others)

@@ -8,7 +8,7 @@
     [targets.mlp]
     workload = "train.py:workload"     # or: command = "python train.py --bs {batch_size=32}"
     folder = "/home/team/mlp"          # its working directory
-    devices = "all"                    # or device = "cuda:0"
+    devices = "all"                    # or device = "cuda:0"; of a command, the GPUs that its processes use together
     budget = 900                       # the most seconds that a request may ask for
     memory_limit = "16GiB"             # the most memory that a trial may use
 

@@ -15,6 +15,7 @@ import said
 from backend_contract import BackendContract, Made
 from described_commands import SECONDS, described, fidelity, local_backend, trial
 from msgspec.structs import replace
+from profile_samples import HARDWARE
 
 from autotune_amp.command import backend as command_backend
 from autotune_amp.command.backend import CommandBackend
@@ -24,10 +25,12 @@ from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import CompletedRun
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.errors import BudgetTooSmallError, RunnerError, WorkloadError
+from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import LocalBackend
 from autotune_amp.processes.process import Watcher
+from autotune_amp.trial.jobs import ProbeJob
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -538,6 +541,19 @@ def test_a_trial_in_an_environment_of_its_own_is_run(
     monkeypatch.setattr(Command, "run", lambda *_, **__: pytest.fail("it is run"))
     with pytest.raises(pytest.fail.Exception, match="it is run"):
         backend.submit(replace(trial(Setting(precision="fp32", batch_size=8)), environment={"HELD": "1"}))
+
+
+@pytest.mark.parametrize(("device", "seen"), [("cuda:1", "GPU-b"), ("cuda", "GPU-a,GPU-b")])
+def test_a_command_sees_only_the_gpu_that_was_asked_for_by_its_number(
+    device: str, seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    identity = replace(HARDWARE.identity, uuid="GPU-b")
+    local = Mock(**{"submit.return_value.result.return_value": replace(HARDWARE, identity=identity)})
+    command = Command(CommandTemplate.of("printenv CUDA_VISIBLE_DEVICES"))
+    CommandBackend(command, local, Watcher()).submit(ProbeJob(device=device)).result()
+    completed = command.run(RunRequest.of(Setting(precision="fp32", batch_size=8)), Deadlines(), bool, Watcher())
+    assert completed.state.printed == f"{seen}\n"
 
 
 def test_steps_that_a_search_has_no_time_for_are_found_out_by_the_second(script: str, local: LocalBackend) -> None:

@@ -325,6 +325,7 @@ def test_what_a_run_leaves_is_moved_and_data_that_are_complete_stay(
     before = snapshot(mine)
 
     def is_enough(heard: RunEvents) -> bool:
+        assert len(list(study.glob("created-*"))) == 1, "it outlives the run"
         if (mine / "ready").exists():
             raise KeyboardInterrupt
         return heard.num_steps >= 8
@@ -333,6 +334,7 @@ def test_what_a_run_leaves_is_moved_and_data_that_are_complete_stay(
     command = [sys.executable, "train.py", str(elsewhere), how]
     with pytest.raises(KeyboardInterrupt) if how == "interrupted" else nullcontext():
         run_command(command, is_enough=is_enough, memory=study / "made.json", aside=study / "aside")
+    assert not list(study.glob("created-*"))
     unpacked = {f"unpacked/{name}" for name in ("archive", "database", "file", "log")}
     complete = {"data/digits", "cache/tokens", "labels.cache", *unpacked}
     left = {name for name in set(snapshot(mine)) - set(before) if not (mine / name).is_dir()}

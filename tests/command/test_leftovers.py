@@ -10,8 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from autotune_amp.command.leftovers import leftover_notes, load_kept, save_kept, set_aside, shortened_list, write_kept
+from autotune_amp.command.command import Command
+from autotune_amp.command.leftovers import (
+    created_list_in,
+    leftover_notes,
+    load_kept,
+    save_kept,
+    set_aside,
+    shortened_list,
+    write_kept,
+)
+from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.errors import FormatError
+from autotune_amp.processes.program import new_folder
 
 
 def note(file: Path, *entries: str) -> Path:
@@ -88,6 +99,18 @@ def test_data_that_may_be_half_written_are_moved(here: Path, tmp_path: Path) -> 
     assert set_aside(noted, tmp_path / "aside", began) == ((), ())
     assert set(files_below(tmp_path / "aside")) == {"data/a\nb", "data/deep/c", "tokens.cache"}
     assert set(files_below(here)) == {"theirs", "runs/theirs"}
+
+
+def test_what_a_run_made_is_moved_by_the_next_search_if_its_keeper_was_killed_too(here: Path, tmp_path: Path) -> None:
+    study, run = tmp_path / "study", new_folder()
+    study.mkdir()
+    run.mkdir()
+    note(created_list_in(study, run), f"-{here / 'train.log'}", f"+{here / 'data'}")
+    for name in ("train.log", "data"):
+        (here / name).write_text("1")
+    Command(CommandTemplate.of("python train.py")).keep_in(study)
+    assert files_below(study) == {"trial_leftovers/train.log": "1", "trial_leftovers/data": "1", "made.json": "{}"}
+    assert not run.exists()
 
 
 def test_what_later_runs_made_joins_what_earlier_ones_did(here: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from autotune_amp.command import running, verdict
 from autotune_amp.command.messages import Torch
 from autotune_amp.command.rank_steps import LIMITS_OF_WARMUP_STEPS
 from autotune_amp.command.ranks import RunEvents
-from autotune_amp.core.errors import WorkloadError
+from autotune_amp.core.errors import RunnerError, WorkloadError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Failure
 from autotune_amp.processes.process import Watcher
@@ -355,6 +356,13 @@ def test_what_cannot_be_started(tmp_path: Path, command: list[str], said: list[s
         run_command(command)
     assert all(word in f"{refused.value.message} {refused.value.next_step}" for word in said)
     assert not [one for one in psutil.Process().children() if "keeper.py" in " ".join(one.cmdline())]
+
+
+def test_a_full_disk_is_an_error_that_names_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "Listener", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(RunnerError, match="No space left") as raised:
+        run_command([sys.executable, "-c", ""])
+    assert "TMPDIR" in raised.value.next_step
 
 
 def test_memory_is_the_resident_one_where_the_shares_of_pages_may_not_be_read() -> None:

@@ -60,6 +60,8 @@ if "WORLD_SIZE" in os.environ:
     model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 (here / f"built.{os.getpid()}").touch()
+if options.be == "noisy":
+    (here / "stepped.log").write_text("begun")
 
 def is_running(pid):
     try:
@@ -196,6 +198,18 @@ def test_one_that_fails_beside_others_runs_again_alone(commands: Commands) -> No
     assert isinstance(backend.submit(trials[0]).result(), Measurement)
     assert backend.num_together == 1
     assert commands.running() == set()
+
+
+def test_a_file_that_each_writes_is_named_with_the_folder_for_it(commands: Commands) -> None:
+    backend = commands.described("--be", "noisy")
+    (commands.folder / "study").mkdir()
+    backend._command.keep_in(commands.folder / "study")
+    backend.load_together([trial(setting) for setting in SETTINGS])
+    for setting in SETTINGS:
+        assert isinstance(backend.submit(trial(setting)).result(), Measurement)
+    (note,) = backend._command.notes()
+    assert str(commands.folder / "stepped.log") in note
+    assert "{trial_dir}" in note
 
 
 @pytest.mark.parametrize("batch_size", [3, 5], ids=["before it has loaded", "in training"])
@@ -336,7 +350,7 @@ def test_one_that_never_loads_is_closed_and_remembered(patience: str, monkeypatc
     loading = holder(ended.append)
     loading.load({0: lambda: runs[0], 1: lambda: runs[1]}, Watcher(), 100.0 if patience == "its own" else 0.3)
     assert (0 in loading, 1 in loading) == (True, False)
-    assert loading.unloaded == {1}
+    assert set(loading.unloaded) == {1}
     assert ended == [runs[1]]
     assert [run.is_closed for run in runs] == [False, True]
 

@@ -186,6 +186,29 @@ def test_a_parent_that_has_ended_it_clears_up_by_itself(tmp_path: Path) -> None:
     assert not called.exists()
 
 
+def test_a_keeper_below_another_ends_its_own_program_and_clears_up(tmp_path: Path) -> None:
+    child, called, null = tmp_path / "child", tmp_path / "called", subprocess.DEVNULL
+    search = f"""
+import os, subprocess, sys, time
+from pathlib import Path
+from autotune_amp.processes.program import Program
+arguments = [sys.executable, "-c", {SLOW.format(file=str(child))!r}]
+trial = Program(arguments, os.environ, Path({str(tmp_path / "trial")!r}), stdin={null}, stdout={null}, stderr={null},
+                when_orphaned=["os", "mkdir", {str(called)!r}])
+trial.start()
+time.sleep(1000)
+"""
+    command = [sys.executable, "-c", search]
+    program = Program(command, os.environ, tmp_path / "search", stdin=null, stdout=null, stderr=null)
+    program.start()
+    trial = number_in(child)
+    program.end()
+    assert is_gone(trial)
+    assert called.exists()
+    assert not (tmp_path / "trial").exists()
+    program.close()
+
+
 def test_ctrl_c_while_it_is_closed_leaves_nothing(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

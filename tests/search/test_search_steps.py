@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
@@ -12,12 +13,14 @@ from test_load_warnings import load
 
 from autotune_amp.core.outcome import Record
 from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchInterruptedError
+from autotune_amp.fingerprint import file_digest
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.search import _Search, device_of_caller
 from autotune_amp.search.source import OpenedWorkload, Source
+from autotune_amp.search.storage import shared
 from autotune_amp.search.storage.folder import StudyFolder
 
 
@@ -51,6 +54,44 @@ def test_ctrl_c_saves_the_best_so_far_but_over_no_finished_recommendation(
     assert isinstance(caught.value.best, Recommendation) is is_first
     assert folder.recommendation_path.exists() == is_first
     assert len(folder.records("s-1")) == 1
+
+
+@pytest.mark.parametrize("part", ["source file t.py", "file t.py"], ids=["workload", "command"])
+def test_a_program_that_was_edited_meanwhile_is_told_and_its_answer_is_for_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program, stored, warnings = tmp_path / "t.py", Mock(), []
+    monkeypatch.setattr(shared, "store_recommendation", stored)
+    opened = OpenedWorkload(hardware({"fp32": 1.0}), described(), {}, 0.0, None)
+    for edited in ("x = 1", "x = 2"):
+        program.write_text("x = 1")
+        fingerprint = Fingerprint(digest="d", parts={part: file_digest(program)})
+
+        def run_stages(_: Any, ledger: Ledger, __: Planner, text: str = edited) -> None:
+            ledger.append(
+                Record(
+                    search_id="s-1",
+                    number=1,
+                    candidate=ledger.space.baseline,
+                    purpose="search",
+                    outcome=measurement(9.0),
+                    seconds=1.0,
+                )
+            )
+            program.write_text(text)
+
+        with StudyFolder(str(tmp_path), edited) as folder:
+            options = SearchOptions(device="cpu", storage="sqlite://")
+            search = _Search(Source("t.py:workload"), options, Progress(), folder)
+            monkeypatch.setattr(search, "_open", lambda _: (opened, load()))
+            monkeypatch.setattr(search, "_run_stages", run_stages)
+            backend: Any = ScriptedBackend(lambda _: measurement(9.0), search.budget)  # type: ignore[arg-type]
+            found = search.run(backend, fingerprint, "s-1", uses_shared_setting=False, is_saved_if_interrupted=True)
+        warnings.append(found.search.warnings)
+    assert stored.call_count == 1
+    assert warnings[0] == ()
+    assert "t.py" in warnings[1][0]
 
 
 @pytest.mark.parametrize(

@@ -55,20 +55,20 @@ def test_equal_requests_have_one_id_and_equal_measurements_one_study() -> None:
     assert study_name("mlp", MLP, plain).startswith("mlp-")
 
 
-def test_an_equal_request_joins_and_one_that_is_done_answers_unless_fresh(opened: Open) -> None:
+def test_an_equal_request_joins_and_one_that_is_done_is_queued_again(opened: Open) -> None:
     queue = opened(max_queued=2)
     queue.submit(asked(1, "ann"))
     queue.submit(asked(2, "ann"))
     assert queue.submit(asked(1, "ben")).callers == ("ann", "ben")
     done = queue.change(asked(1).id, state="done", ended=9.0, measured=9.0)
     queue.submit(asked(3, "ann"))
-    fresh = replace(asked(1, "cid", created=20), is_fresh=True)
-    assert queue.submit(asked(1, "cid", created=20)) == done, "also with a full queue"
     with pytest.raises(QueueFullError):
-        queue.submit(fresh)
+        queue.submit(asked(1, "cid", created=20))
+    assert queue.searches[done.id] == done
     queue.change(asked(3).id, state="failed", ended=10.0)
-    again = queue.submit(fresh)
+    again = queue.submit(asked(1, "cid", created=20))
     assert (again.state, again.callers, again.created, again.measured) == ("queued", ("cid",), 1, 9.0)
+    assert queue.submit(replace(asked(1, "cid"), is_fresh=True)).is_fresh
     assert [search.id for search in queue.waiting()] == [asked(1).id, asked(2).id]
     assert queue.withdraw(again, "cid").state == "done", "as before"
 

@@ -14,6 +14,8 @@ import pytest
 from msgspec.structs import replace
 
 from autotune_amp.core.errors import InvalidRequestError, RunnerError
+from autotune_amp.hardware import nvml
+from autotune_amp.processes import devices
 from autotune_amp.service import jobs, searching
 from autotune_amp.service.jobs import Queue, Search
 from autotune_amp.service.searching import OptionError, SearchEvents, SearchThread, checked_options
@@ -31,8 +33,10 @@ class ScriptedProcess:
 
     started: ClassVar[list[ScriptedProcess]] = []
 
-    def __init__(self, arguments: list[str], folder: str, output: Path) -> None:
-        self.arguments, self.folder, self.output = arguments, folder, output
+    def __init__(
+        self, arguments: list[str], folder: str, output: Path, environment: dict[str, str] | None = None
+    ) -> None:
+        self.arguments, self.folder, self.output, self.environment = arguments, folder, output, environment
         self.events = Path(arguments[arguments.index("--events") + 1]) if "--events" in arguments else None
         self.code: int | None = None
         self.is_interrupted = self.is_closed = False
@@ -162,25 +166,74 @@ def test_one_search_runs_on_a_device_and_none_overtakes(make: Callable[..., Serv
     assert [service.search(id_).state for id_ in (fourth, beside)] == ["running", "running"]
 
 
-def test_a_search_is_measured_again_only_if_asked_and_answers_as_before_meanwhile(make: Callable[..., Service]) -> None:
+def test_a_command_of_several_gpus_sees_these_and_runs_beside_none_of_them(
+    make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "visible_uuids", lambda: ("GPU-a", "GPU-b", "GPU-c"))
+    monkeypatch.setattr(devices, "_gpu_model", lambda _: "T4")
+    monkeypatch.setattr(nvml, "process_notes", lambda _: ())
+    service = make(two="auto", beside="cuda:2", third="cuda:1")
+    service.stop()
+    target = replace(service.settings.targets["two"], workload=None, command="torchrun train.py", devices=(1, 2))
+    service.settings = replace(service.settings, targets={**service.settings.targets, "two": target})
+    service.start()
+    service.ask("two")
+    waiting = service.ask("beside"), service.ask("third")
+    process = service.process(0)
+    assert process.environment == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-c"}
+    assert "--devices" not in process.arguments, "a search of a command refuses it"
+    assert [service.search(id_).state for id_ in waiting] == ["queued", "queued"]
+    process.end(0, DOCUMENT)
+    service.process(2)
+    assert not service.processes[1].environment
+
+
+def test_commands_of_one_folder_wait_for_each_other(make: Callable[..., Service]) -> None:
+    service = make(one="cuda:0", other="cuda:1", workload="cuda:2")
+    service.stop()
+    targets = {
+        name: target if name == "workload" else replace(target, workload=None, command="python train.py")
+        for name, target in service.settings.targets.items()
+    }
+    service.settings = replace(service.settings, targets=targets)
+    service.start()
+    service.ask("one")
+    waiting = service.ask("other")
+    service.ask("workload")
+    process = service.process(1)
+    assert process.arguments[-1] == "workload.py:f"
+    assert service.search(waiting).state == "queued", "its trials would meet the files of the other's"
+    service.process(0).end(0, DOCUMENT)
+    service.until(lambda: service.search(waiting).state == "running")
+
+
+def test_a_search_that_is_done_is_started_again_and_answers_as_before_meanwhile(make: Callable[..., Service]) -> None:
     service = make(mlp="cpu")
     id_ = service.ask("mlp")
     service.process(0).end(0, DOCUMENT)
     service.until(lambda: service.search(id_).state == "done")
-    assert service.ask("mlp", "ben") == id_
-    assert service.search(id_).state == "done"
-    assert "--fresh" not in service.process(0).arguments
-    service.thread.submit("mlp", {}, "ben", is_fresh=True)
-    fresh = service.process(1)
-    assert "--fresh" in fresh.arguments
+    measured = service.search(id_).measured
+    assert service.ask("mlp", "ben") == id_, "its program may have changed"
     service.until(lambda: service.search(id_).state == "running")
     assert service.document(id_)["recommendation"] == DOCUMENT
+    assert "--fresh" not in service.process(1).arguments
+    service.process(1).end(0, DOCUMENT)
+    service.until(lambda: service.search(id_).state == "done")
+    assert service.search(id_).measured == measured, "its cache answered"
+    service.thread.submit("mlp", {}, "ben", is_fresh=True)
+    fresh = service.process(2)
+    assert "--fresh" in fresh.arguments
+    service.until(lambda: service.search(id_).state == "running")
     assert fresh.events is not None
     fresh.events.write_text('{"event": "trial"}\n')
     service.until(lambda: not service.search(id_).is_fresh)
     service.stop()
     service.start()
-    assert "--fresh" not in service.process(2).arguments, "it goes on"
+    changed = service.process(3)
+    assert "--fresh" not in changed.arguments, "it goes on"
+    changed.end(0, {"config": {"precision": "fp16"}})
+    service.until(lambda: service.search(id_).state == "done")
+    assert service.search(id_).measured != measured
 
 
 @pytest.mark.parametrize(
@@ -335,6 +388,19 @@ def test_devices_are_probed_when_nothing_runs(make: Callable[..., Service]) -> N
     service.until(lambda: service.thread.hardware == {"cuda:0": GPU, "cuda:1": GPU})
 
 
+def test_one_who_joins_while_an_ended_search_is_closed_is_waited_for(
+    make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = make(mlp="cpu")
+    id_ = service.ask("mlp", "ann")
+    service.process(0)
+    monkeypatch.setattr(ScriptedProcess, "close", lambda _: service.ask("mlp", "ben"))
+    service.thread.withdraw(service.search(id_), "ann")
+    service.process(1)
+    service.until(lambda: service.search(id_).state == "running")
+    assert service.search(id_).callers == ("ben",)
+
+
 def test_what_hangs_is_interrupted(make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "_PROBE_SECONDS", 0.0)
     service = make(mlp="cpu")
@@ -419,12 +485,13 @@ def test_options_are_those_of_the_target_at_most() -> None:
 
 def test_events_are_read_as_they_are_written(tmp_path: Path) -> None:
     events = SearchEvents(tmp_path / "events.jsonl")
-    assert not events.read()
+    events.read()
+    assert events.lines == []
     with events.path.open("w") as file:
         print('{"event": "phase", "text": "one"}\n{"event": "no', end="", file=file, flush=True)
-        assert events.read()
+        events.read()
         assert (events.phase, len(events.lines)) == ("one", 1)
         print('te"}\nhalf{\n[1]\n{"event": "phase", "text": "two"}', file=file, flush=True)
-        assert events.read()
+        events.read()
     assert (events.phase, len(events.lines)) == ("two", 3)
     assert events.lines[2] == b'id: 2\nevent: phase\ndata: {"event": "phase", "text": "two"}\n\n'
