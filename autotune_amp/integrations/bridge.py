@@ -16,8 +16,8 @@ from autotune_amp.runtime.status import metric_values
 
 
 def config_from(source: AmpConfig | Recommendation) -> AmpConfig:
-    """Return `source` if it is a config, else the config of the recommendation."""
-    return source if isinstance(source, AmpConfig) else source.config
+    """Return `source` if it is a config, else the recommendation's to train with."""
+    return source if isinstance(source, AmpConfig) else source.training_config
 
 
 def options_from(source: AmpConfig | Recommendation) -> dict[str, Any]:
