@@ -16,8 +16,12 @@ from autotune_amp.runtime.status import metric_values
 
 
 def config_and_options(source: AmpConfig | Recommendation) -> tuple[AmpConfig, dict[str, Any]]:
-    """Return a config, or a recommendation's config and options: what its run's controller needs to know its MFU."""
-    return (source, {}) if isinstance(source, AmpConfig) else (source.config, {"measured_flops": source.measured_flops})
+    """Return a config, or a recommendation's to train with and the controller's options that it brings: what its run
+    needs to know its utilization.
+    """
+    if isinstance(source, AmpConfig):
+        return source, {}
+    return source.training_config, {"measured_flops": source.measured_flops}
 
 
 def raise_if_argument_differs(name: str, argument: object, config_value: object) -> None:

@@ -14,6 +14,7 @@ from autotune_amp.command.run import command_to_start
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale
 from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.integrations.bridge import config_and_options
 from autotune_amp.integrations.export import export, export_source
 
 
@@ -56,6 +57,7 @@ def test_a_commands_own_tf32_flags_and_loss_scale_are_kept(saved: Recommendation
         text = export(export_source(found, "a study"), "torch").text
         assert ("allow_tf32" in text, "init_scale=" in text, "max_scale=" in text) == (template is None,) * 3
         assert ("loss scale" in dict(found.facts())) is (template is None)
+        assert config_and_options(found)[0].as_found is (template is not None)
 
 
 def test_a_recommendation_of_eight_ranks_is_exported_for_as_many(
