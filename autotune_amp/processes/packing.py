@@ -110,14 +110,15 @@ def _pickle_module(*, has_optimizer_state: bool) -> Any:
             if isinstance(obj, accelerated_types):
                 return _identity, (obj.optimizer,)
             if isinstance(obj, Optimizer) and not has_optimizer_state:
-                make, arguments, attributes, *_ = obj.__reduce_ex__(2)
+                reduced: Any = obj.__reduce_ex__(2)
+                make, arguments, attributes, *_ = reduced
                 return make, arguments, {**attributes, "state": {}}
             return super().reducer_override(obj)
 
     return types.SimpleNamespace(__name__="cloudpickle", Pickler=Pickler)
 
 
-def _imported_types(*names: tuple[str, str]) -> tuple[type, ...]:
+def _imported_types(*names: tuple[str, str]) -> tuple[Any, ...]:
     """Return the types of these modules and names. If a module is not imported, the workload has no such object."""
     types_or_none = (getattr(sys.modules.get(module), name, None) for module, name in names)
     return tuple(kind for kind in types_or_none if isinstance(kind, type))
@@ -159,7 +160,8 @@ def _restore_definition(definition: bytes) -> Any:
 
 
 def _send_definitions_to_workers() -> None:
-    ForkingPickler.reducer_override = _reduce_for_worker  # type: ignore[attr-defined]
+    pickler: Any = ForkingPickler
+    pickler.reducer_override = _reduce_for_worker
 
 
 def unpack(packed: bytes) -> WorkloadSource:

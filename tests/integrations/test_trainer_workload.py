@@ -245,14 +245,16 @@ def test_a_trial_makes_the_optimizer_as_the_trainer_does_or_copies_that_of_the_u
 
     class Own(Trainer):
         def create_optimizer(self, model: Any = None) -> Any:
-            if self.optimizer is None:
-                self.optimizer = Rounding(self.model.parameters(), bits=8)
-            return self.optimizer
+            created: Any = self
+            if created.optimizer is None:
+                created.optimizer = Rounding(self.model.parameters(), bits=8)
+            return created.optimizer
 
     live = trainer(tmp_path, Own)
     for is_trained in (False, True):
         with another_process():
-            assert trial(Workload.from_trainer(live)).optimizer.bits == 8
+            made: Any = trial(Workload.from_trainer(live)).optimizer
+        assert made.bits == 8
         if not is_trained:
             live.train()
     live = trainer(tmp_path)
@@ -264,3 +266,10 @@ def test_a_trial_makes_the_optimizer_as_the_trainer_does_or_copies_that_of_the_u
         assert made.defaults["lr"] == 0.25
         if not is_trained:
             live.train()
+
+
+def test_the_devices_that_the_trainer_would_train_on_are_known(tmp_path: Path) -> None:
+    live = trainer(tmp_path)
+    assert Workload.from_trainer(live).trainer_ranks == 1
+    live.args._n_gpu = 2
+    assert Workload.from_trainer(live).trainer_ranks == 2

@@ -168,7 +168,8 @@ def test_classes_and_functions_of_main_reach_spawned_workers_of_a_loader() -> No
         names,
     )
     loader: Any = torch.utils.data.DataLoader(names["Rows"](), collate_fn=names["collated"])
-    found: Any = unpack(pack(Workload(Net(), lambda model, batch: model(batch).sum(), loader))).data
+    there: Any = unpack(pack(Workload(Net(), lambda model, batch: model(batch).sum(), loader)))
+    found = there.data
     sent = bytes(ForkingPickler.dumps((found.dataset, found.collate_fn)))
     source = (
         "import pickle, sys; from multiprocessing.reduction import ForkingPickler;"
