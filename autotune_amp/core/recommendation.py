@@ -49,7 +49,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from autotune_amp.core import evidence as explain
 from autotune_amp.core import markup
@@ -103,22 +102,12 @@ Options = TypeVar("Options")
 class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that were not recommended because they failed, could not run, or were left untried, with the reason.
 
-    `batch_size` is None if the reason holds for every batch size of the precision. The reason holds for every value of
-    each further dimension that is unset; unset fields are left out of the document.
+    `batch_size` is None if the reason holds for every batch size of the precision.
     """
 
     precision: Precision
     batch_size: Count | None
     reason: str
-    accumulation_steps: int | UnsetType = UNSET
-    as_found: bool | UnsetType = UNSET
-    pinned_modules: tuple[str, ...] | UnsetType = UNSET
-    num_workers: int | UnsetType | None = UNSET
-
-    def covers(self, setting: Setting) -> bool:
-        """Return whether the reason holds for `setting`."""
-        named = msgspec.structs.asdict(self) | ({"batch_size": UNSET} if self.batch_size is None else {})
-        return all(named.get(name, UNSET) in (UNSET, getattr(setting, name)) for name in Setting.__struct_fields__)
 
 
 class SearchSummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -183,7 +183,8 @@ def find_gpus(devices: Sequence[int] | Literal["all"], option: str = "--devices"
 
     With "all", GPUs of another model than the first, or on which other processes compute, are left out. Raises
     `InvalidRequestError`, which names the command-line `option`, if there is no GPU, or if one of those given by index
-    does not exist or is of another model than the first.
+    does not exist or is of another model than the first. Where CUDA's indices are unknown, "all" begins with the GPU of
+    the most memory, and none may be given by index.
     """
     uuids = nvml.visible_uuids()
     if not uuids:
@@ -197,6 +198,15 @@ def find_gpus(devices: Sequence[int] | Literal["all"], option: str = "--devices"
             f"{option} asks for GPU {absent[0]}, and CUDA sees {len(uuids)} here, counted from 0.",
             f"Give indices from 0 to {len(uuids) - 1}.",
         )
+    if not _is_order_known(uuids):
+        if devices != "all":
+            raise InvalidRequestError(
+                f"{option}: the GPUs here are of several models, which CUDA may count in another order than NVML.",
+                "Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name the GPUs by UUID in CUDA_VISIBLE_DEVICES.",
+            )
+        identities = {number: nvml.identity(number, uuids[number]) for number in numbers}
+        memory = {number: 0 if each is None else each.total_memory_bytes for number, each in identities.items()}
+        numbers = sorted(numbers, key=lambda number: -memory[number])
     slots, notes = [], []
     models = {number: _gpu_model(uuids[number]) for number in numbers}
     first = models[numbers[0]]
@@ -222,6 +232,14 @@ def find_gpus(devices: Sequence[int] | Literal["all"], option: str = "--devices"
         else:
             notes.append(f"cuda:{number} is left out: it {problem.rstrip('.')}.")
     return GpuSlots(tuple(slots), tuple(notes))
+
+
+def _is_order_known(uuids: Sequence[str]) -> bool:
+    """Return whether these GPUs have the same order in CUDA, which counts the fastest first if not told otherwise."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    are_named = bool(visible) and not any(entry.strip()[:1].isdigit() for entry in visible.split(","))
+    is_by_bus = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    return are_named or is_by_bus or len({_gpu_model(uuid) for uuid in uuids}) == 1
 
 
 def _gpu_model(uuid: str) -> str | None:

@@ -46,7 +46,8 @@ class Ledger:
 
     A record is the outcome of one job (trial, check or profile) with a setting. Derived values are cached until the
     next record. `num_steps` is the length of the training run in optimizer steps: loss scales are compared over it, and
-    compiling has to pay back within it. `scales` holds the result of each loss-scale calibration by `Setting.scaling`,
+    compiling has to pay back within it. If the run `has_fixed_samples`, these are steps of the baseline, and a larger
+    batch takes fewer. `scales` holds the result of each loss-scale calibration by `Setting.scaling`,
     the part of a setting that the loss scale depends on. A setting may be recommended if it was measured and neither
     its fidelity check, its calibration nor its compilation time rules it out (`ruled_out`).
     """
@@ -58,6 +59,7 @@ class Ledger:
         *,
         objective: Objective = "speed",
         num_steps: int = DEFAULT_NUM_STEPS,
+        has_fixed_samples: bool = False,
         search_id: str = "",
         write: Callable[[Record], None] = lambda _: None,
     ) -> None:
@@ -68,6 +70,7 @@ class Ledger:
         self.scales: dict[Setting, CalibrationResult] = loss_scales.calibration_results(records, num_steps)
         self._whole_space = space
         self.num_steps = num_steps
+        self._has_fixed_samples = has_fixed_samples
         self._write = write
         self.num_awaited = 0
         self._actual: Ledger | None = None
@@ -104,7 +107,12 @@ class Ledger:
 
     def with_only(self, records: Sequence[Record]) -> Ledger:
         """Return a ledger with only these records and the calibration results of those among them. It saves nothing."""
-        ledger = Ledger(self._whole_space, objective=self.objective, num_steps=self.num_steps)
+        ledger = Ledger(
+            self._whole_space,
+            objective=self.objective,
+            num_steps=self.num_steps,
+            has_fixed_samples=self._has_fixed_samples,
+        )
         ledger.records = tuple(records)
         calibrated = {r.candidate.scaling for r in records if r.purpose == "calibration"}
         ledger.scales = {key: scales for key, scales in self.scales.items() if key in calibrated}
@@ -496,12 +504,19 @@ class Ledger:
 
     def _compile_cost_reason(self, setting: Setting) -> str | None:
         """Return the reason if the training run is too short for compiling to save time, else None."""
-        num_steps = self.break_even_steps(setting)
-        if not self.is_by_throughput or num_steps is None or num_steps <= self.num_steps:
+        num_steps, length = self.break_even_steps(setting), self.num_steps_with(setting)
+        if not self.is_by_throughput or num_steps is None or num_steps <= length:
             return None
         if math.isinf(num_steps):
             return "compiling never saves time: its steps are no faster"
-        return f"compiling pays back after {num_steps:,.0f} steps, and the training has {self.num_steps:,} (--steps)"
+        option = "--samples" if self._has_fixed_samples else "--steps"
+        return f"compiling pays back after {num_steps:,.0f} steps, and the training has {length:,} ({option})"
+
+    def num_steps_with(self, setting: Setting) -> int:
+        """Return the length of the training run with `setting` in optimizer steps."""
+        if not self._has_fixed_samples:
+            return self.num_steps
+        return self.num_steps * self.space.baseline.effective_batch_size // setting.effective_batch_size
 
     @cached_property
     def _compile_costs(self) -> dict[Setting, tuple[float, float]]:

@@ -406,6 +406,7 @@ class _Search:
             self.folder.records(search_id),
             objective=self._options.objective,
             num_steps=self._options.horizon_steps(space.baseline.effective_batch_size * space.num_batches),
+            has_fixed_samples=self._options.num_samples is not None,
             search_id=search_id,
             write=self.folder.append,
         )

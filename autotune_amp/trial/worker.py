@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 import msgspec
@@ -375,7 +376,7 @@ def _measure(context: Context, spec: Trial, tell: Tell) -> Outcome:
                 is_build_shared=is_build_shared,
                 peak_memory_bytes=peak,
                 reserved_memory_bytes=reserved,
-                joules_per_sample=meter.joules_per_sample(spec.candidate.batch_size * spec.num_timed_micro_batches),
+                joules_per_sample=joules_per_sample(spec, timing, meter),
                 num_graph_breaks=compile_watch.num_graph_breaks(),
                 num_steps_taken=training.num_steps_taken,
                 why_not_own_loop=own_loop_problem,
@@ -401,6 +402,19 @@ def _time_own_loop(
             raise
         traceback.clear_frames(error.__traceback__)
         return None, failure.message
+
+
+def joules_per_sample(spec: Trial, timing: Timing, meter: EnergyMeter) -> float | None:
+    """Return the joules per sample of whole windows, of which a search times some passes and the update; None if the
+    meter has none.
+
+    The power is taken to be the same in all passes and in the update, as the time of a window is composed of theirs.
+    """
+    measured = meter.joules_per_sample(spec.candidate.effective_batch_size)
+    window_seconds, update_seconds = fmean(timing.raw_step_seconds), timing.update_seconds or 0.0
+    timed_share = spec.num_timed_micro_batches / spec.candidate.accumulation_steps
+    timed_seconds = update_seconds + timed_share * (window_seconds - update_seconds)
+    return None if measured is None else measured * window_seconds / timed_seconds
 
 
 def _measurement(spec: Trial, timing: Timing, **measured: Any) -> Measurement:

@@ -10,7 +10,7 @@ import pytest
 
 from autotune_amp import AmpConfig
 from autotune_amp.core.config import FallbackPlan
-from autotune_amp.core.recommendation import CandidateRow, Exclusion
+from autotune_amp.core.recommendation import CandidateRow
 from autotune_amp.core.setting import Setting
 from autotune_amp.dimensions import risks
 
@@ -63,25 +63,6 @@ def test_an_fp8_recipe_is_active_in_fp8_alone_and_goes_with_it() -> None:
     assert fp8.active_variants == {"fp8_recipe": "rowwise", "compile": "default"}
     assert fp8.without_fp8 == Setting(precision="bf16", batch_size=8, compile="default")
     assert fp8.without_variants == Setting(precision="bf16", batch_size=8)
-
-
-@pytest.mark.parametrize(
-    ("named", "is_covered"),
-    [
-        ({"batch_size": None}, True),
-        ({"batch_size": 8}, True),
-        ({"batch_size": 16}, False),
-        ({"batch_size": None, "pinned_modules": ("head",)}, True),
-        ({"batch_size": None, "pinned_modules": ()}, False),
-        ({"batch_size": 8, "num_workers": None}, False),
-        ({"batch_size": 8, "accumulation_steps": 2, "as_found": True}, True),
-    ],
-)
-def test_an_exclusion_covers_every_value_of_a_dimension_it_does_not_name(
-    named: dict[str, Any], is_covered: bool
-) -> None:
-    assert Exclusion(precision="bf16", reason="why", **named).covers(FULL) is is_covered
-    assert not Exclusion(precision="fp16", reason="why", **named).covers(FULL)
 
 
 def test_the_users_own_number_of_loader_workers_is_the_least_risk_and_none_the_next() -> None:

@@ -34,9 +34,26 @@ def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, ...]]:
     monkeypatch.setattr(
         nvml,
         "identity",
-        lambda index, uuid: DeviceIdentity(type="cuda", name=CARDS[uuid], num_cpus=8, total_memory_bytes=1),
+        lambda index, uuid: DeviceIdentity(
+            type="cuda", name=CARDS[uuid], num_cpus=8, total_memory_bytes=2 if CARDS[uuid] == "NVIDIA B" else 1
+        ),
     )
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return notes
+
+
+def test_unlike_cards_whose_numbers_in_cuda_are_unknown_are_not_chosen_by_number(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA counts the fastest first, NVML by the bus: the card for the screen is no card to search on."""
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    with pytest.raises(InvalidRequestError) as refused:
+        find_gpus((0, 1))
+    assert "PCI_BUS_ID" in refused.value.next_step
+    assert [slot.uuid for slot in find_gpus("all").slots] == ["GPU-c"], "the one with the most memory"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
+    assert len(find_gpus((0, 1)).slots) == 2
 
 
 def test_all_cards_are_those_like_the_first_that_nobody_uses(host: dict[str, tuple[str, ...]]) -> None:

@@ -241,6 +241,27 @@ def test_the_longest_compilation_has_to_be_paid_back_on_any_number_of_ranks(num_
     assert ledger.break_even_steps(compiled) == pytest.approx(20.0 / (0.32 - 0.16))
 
 
+@pytest.mark.parametrize(("has_fixed_samples", "is_worth"), [(False, True), (True, False)])
+def test_a_larger_batch_has_fewer_steps_to_pay_back_where_samples_are_given(
+    *, has_fixed_samples: bool, is_worth: bool
+) -> None:
+    """Of 10,000 steps of 8 samples, 625 of 128 are left."""
+    eager = Setting(precision="bf16", batch_size=128)
+    compiled = COMPILE.on(eager, "default")
+    times = {
+        eager: measurement(100.0, step_seconds=0.1),
+        compiled: measurement(120.0, step_seconds=0.08, first_step_seconds=60.0),
+    }
+    records = [
+        Record(search_id="s", number=number, candidate=setting, purpose="search", outcome=outcome, seconds=30.0)
+        for number, (setting, outcome) in enumerate(times.items(), 1)
+    ]
+    baseline = Setting(precision="fp32", batch_size=8)
+    space = Space(candidates=(eager, baseline), baseline=baseline)
+    ledger = Ledger(space, records, num_steps=10_000, has_fixed_samples=has_fixed_samples)
+    assert (compiled in ledger.merits) == is_worth
+
+
 def test_what_is_ruled_out_is_nothing_to_pay_back_against() -> None:
     _, found, winner = searched(options={"steps": 100_000}, unfaithful="bf16")
     assert (winner.precision, winner.compile) == ("fp32", "default"), found["compile", "default"].reason

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -93,4 +94,17 @@ def test_a_trial_divides_by_the_samples_that_were_run(monkeypatch: pytest.Monkey
     spec = Trial(candidate=candidate, device="cpu", torch_state=torch_state.capture())
     found = worker.run(Context(workload, is_kept=False), spec, lambda _: None)
     assert isinstance(found, Measurement)
-    assert found.joules_per_sample == pytest.approx(1 / (4 * spec.num_timed_micro_batches))
+    per_pass, update = found.step_seconds / 8, found.update_seconds or 0.0
+    assert found.joules_per_sample == pytest.approx(1 / (4 * 4), rel=update / per_pass)
+
+
+@pytest.mark.parametrize(("size", "window", "seconds"), [(1, 64, 1.0), (8, 8, 5.0)])
+def test_an_update_counts_once_a_window_of_which_a_few_passes_are_timed(size: int, window: int, seconds: float) -> None:
+    """A pass draws a joule a second, and so does the update, of two seconds."""
+    spec = Trial(
+        candidate=Setting(precision="fp32", batch_size=size, accumulation_steps=window), device="cpu", torch_state={}
+    )
+    timing = Mock(raw_step_seconds=(window * seconds + 2.0,), update_seconds=2.0)
+    meter = EnergyMeter(None)
+    meter._joules, meter._num_steps = 4 * seconds + 2.0, 1
+    assert worker.joules_per_sample(spec, timing, meter) == pytest.approx((window * seconds + 2.0) / (window * size))

@@ -52,7 +52,7 @@ def test_a_model_that_the_workload_put_on_the_gpu_counts_as_the_trials_memory(mo
     monkeypatch.setattr(worker, "measure", lambda _: measured)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30)
     asked = ProbeJob(device="cuda", torch_state=torch_state.capture())
-    found = worker.probe(Context(None), asked, lambda _: None).memory
+    found = worker.probe(Context(Mock()), asked, lambda _: None).memory
     assert found == DeviceMemory(total=100, free=80, available=70)
 
 

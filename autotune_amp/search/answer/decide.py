@@ -437,7 +437,13 @@ def rerank(
     records = _within_limits(records, precisions or PRECISIONS, memory_limit or math.inf)
     space = build_space(saved.hardware, saved.workload, new_options)
     steps = new_options.horizon_steps(space.baseline.effective_batch_size * space.num_batches)
-    ledger = Ledger(space, records, objective=new_options.objective, num_steps=steps)
+    ledger = Ledger(
+        space,
+        records,
+        objective=new_options.objective,
+        num_steps=steps,
+        has_fixed_samples=new_options.num_samples is not None,
+    )
     confirming = [r for r in records if r.purpose == "confirm"]
     # The pairs of loss scale and growth interval that the search chose; other pairs that it replayed are not saved.
     chosen_pair = (Setting.of(saved.config), saved.config.loss_scale)

@@ -194,7 +194,7 @@ def reason_not_to_try(ledger: Ledger, dimension: Dimension[Any], value: Any) -> 
         trials=ledger.counted_trials,
         values=ledger.space.variants,
         are_values_named=ledger.space.are_variants_named,
-        num_steps=ledger.num_steps,
+        num_steps=ledger.num_steps_with(leader_setting),
         num_workers=ledger.space.num_workers if leader_setting.num_workers is None else leader_setting.num_workers,
     )
     if leader.effect not in dimension.affects:

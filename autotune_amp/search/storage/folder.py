@@ -115,23 +115,27 @@ class StudyFolder:
     def _searches_of(self, fingerprint: Fingerprint) -> tuple[str, list[int]]:
         """Return what the IDs of searches with this fingerprint begin with, and the number in each record's ID."""
         prefix = f"{fingerprint.digest[:12]}-"
-        id_pattern = re.compile(re.escape(prefix) + r"([0-9]{1,9})")
-        matches = [id_pattern.fullmatch(record.search_id) for record in self.records()]
-        return prefix, [int(match[1]) for match in matches if match is not None]
+        # By their text alone, so that a damaged record does not hide a recommendation.
+        id_pattern = rf'"search_id":\s*"{re.escape(prefix)}([0-9]{{1,9}})"'
+        return prefix, [int(number) for number in re.findall(id_pattern.encode(), self._read_outcomes())]
 
     def records(self, search_id: str | None = None) -> list[Record]:
         """Return the records of one search, or of all if `search_id` is None, without an incomplete last line."""
+        lines = self._read_outcomes().splitlines()
+        records = [self._record(line, number) for number, line in enumerate(lines, start=1)]
+        return [r for r in records if search_id is None or r.search_id == search_id]
+
+    def _read_outcomes(self) -> bytes:
+        """Return the text of outcomes.jsonl without an incomplete last line; empty without that file."""
         try:
-            lines = read_file(self._outcomes_path).rpartition(b"\n")[0].splitlines()
+            return read_file(self._outcomes_path).rpartition(b"\n")[0]
         except FileNotFoundError:
-            return []
+            return b""
         except OSError as error:
             raise FormatError(
                 f"{self._outcomes_path} cannot be read: {cause(error)}.",
                 "Move it away, or give this search another name with --study.",
             ) from error
-        records = [self._record(line, number) for number, line in enumerate(lines, start=1)]
-        return [r for r in records if search_id is None or r.search_id == search_id]
 
     def _record(self, line: bytes, number: int) -> Record:
         location = f"{self._outcomes_path} line {number}"

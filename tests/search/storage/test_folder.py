@@ -42,6 +42,19 @@ def test_a_line_cut_anywhere_costs_only_itself(tmp_path_factory: pytest.TempPath
         assert folder.records() == [record(1), record(3)]
 
 
+def test_a_damaged_line_does_not_hide_which_searches_there_are(tmp_path: Path) -> None:
+    """An answer that is cached needs no records."""
+    digest = "0" * 64
+    cached = Mock(fingerprint=Fingerprint(digest=digest, parts={}), search=Mock(search_id="000000000000-1"))
+    with StudyFolder(str(tmp_path), "one") as folder:
+        folder.append(record(1, "000000000000-1"))
+        with (folder.path / "outcomes.jsonl").open("ab") as file:
+            file.write(b"{damaged\n")
+        assert not folder.has_later_search(cached)
+        folder.append(record(2, "000000000000-2"))
+        assert folder.has_later_search(cached)
+
+
 def test_search_ids_go_on_or_begin_anew(tmp_path: Path) -> None:
     with StudyFolder(str(tmp_path), "one") as folder:
         one, other = (Fingerprint(digest=digit * 64, parts={}) for digit in "01")
