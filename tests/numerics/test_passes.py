@@ -66,6 +66,7 @@ def test_the_first_state_is_kept_in_host_memory(monkeypatch: pytest.MonkeyPatch)
         passes = Passes(replace(build("MLP"), model=model))
         held = [o for o in gc.get_objects() if type(o) is FakeTensor and o.device.type == "cuda"]
     assert len({o.untyped_storage()._cdata for o in held}) == 1, "the model's own parameter"
+    assert not passes.num_passes
 
 
 def test_a_buffer_that_is_expanded_is_left_alone() -> None:
