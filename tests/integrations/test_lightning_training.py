@@ -191,9 +191,9 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         trainer_arguments(fp16(), precision="16-mixed")
     with pytest.raises(InvalidRequestError, match="contradicts the config"):
         trainer_arguments(fp16(), plugins=[AutotunePrecision(fp16(batch_size=8))])
-    recommendation: Any = SimpleNamespace(config=fp16(), measured_flops=None)
+    recommendation: Any = SimpleNamespace(training_config=fp16(), measured_flops=None)
     assert trainer_arguments(fp16(), plugins=AutotunePrecision(recommendation))["accumulate_grad_batches"] == 1
-    measured: Any = SimpleNamespace(config=fp16(), measured_flops="known")
+    measured: Any = SimpleNamespace(training_config=fp16(), measured_flops="known")
     (plugin,) = trainer_arguments(measured)["plugins"]
     assert plugin._options == {"measured_flops": "known"}
     with pytest.raises(InvalidRequestError, match="accumulate_grad_batches=4 contradicts"):
