@@ -170,7 +170,7 @@ def test_the_statistics_file_is_json_whatever_was_seen(tmp_path: Path, largest: 
 
 
 def test_a_controller_from_a_recommendation_has_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"recommendation.json": SimpleNamespace(config=fp16(fallback=["fp32"]), measured_flops=None)}
+    files = {"recommendation.json": SimpleNamespace(training_config=fp16(fallback=["fp32"]), measured_flops=None)}
     monkeypatch.setattr(Recommendation, "load", files.__getitem__)
     assert PrecisionController.load("recommendation.json", "cpu", halt=False).config == fp16(fallback=["fp32"])
 
