@@ -552,7 +552,9 @@ def test_a_command_sees_only_the_gpu_that_was_asked_for_by_its_number(
     local = Mock(**{"submit.return_value.result.return_value": replace(HARDWARE, identity=identity)})
     command = Command(CommandTemplate.of("printenv CUDA_VISIBLE_DEVICES"))
     CommandBackend(command, local, Watcher()).submit(ProbeJob(device=device)).result()
-    completed = command.run(RunRequest.of(Setting(precision="fp32", batch_size=8)), Deadlines(), bool, Watcher())
+    completed = command.run(
+        RunRequest.of(Setting(precision="fp32", batch_size=8)), Deadlines(), lambda _: False, Watcher()
+    )
     assert completed.state.printed == f"{seen}\n"
 
 
