@@ -95,6 +95,10 @@ def test_a_step_that_is_captured_into_a_graph_is_told_and_not_waited_for(
     observed._before_step(optimizer, (), {})
     observed._after_step(optimizer, (), {})
     assert observed.channel.send.call_args.args == ("captured",)  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.amp.GradScaler, "step", lambda *_: None)
+    observer._hook_scaler(observed)
+    torch.amp.GradScaler("cpu").step(optimizer)
+    observed.channel.shield.return_value.assert_not_called()  # type: ignore[attr-defined]
 
 
 def test_an_optimizer_on_the_cpu_trains_on_the_device_of_the_model(observed: observer.Observer) -> None:
