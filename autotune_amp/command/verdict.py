@@ -40,6 +40,10 @@ _ADVICE_BY_PATTERN = {
     r"EOFError: EOF when reading a line": (
         "It reads from standard input, which is empty in a trial. Give the value as an argument."
     ),
+    r"invalid device (ordinal|id)|Duplicate GPU detected": (
+        "With `--device cuda:N` the command sees that GPU alone, as cuda:0. Use `--device cuda` if it chooses its GPUs "
+        "itself."
+    ),
 }
 
 
