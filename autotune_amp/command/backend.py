@@ -34,7 +34,7 @@ from autotune_amp.command.settable import (
     unsettable,
 )
 from autotune_amp.core.command_template import CommandTemplate
-from autotune_amp.core.errors import BudgetTooSmallError, WorkloadError
+from autotune_amp.core.errors import BudgetTooSmallError, DeviceError, WorkloadError
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.job import Deadlines, Job
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
@@ -168,10 +168,20 @@ class CommandBackend(WorkloadBackend):
         self._local.close()
 
     def _probe(self, job: ProbeJob) -> Hardware | Failure:
-        """Probe the device. If it was requested by its number, all runs of the command see no other GPU."""
+        """Probe the device. If it was requested by its number, all runs of the command see no other GPU. Raises
+        `DeviceError` if GPUs of its kind cannot be hidden from the command, which trains on the first.
+        """
         hardware = self._local.submit(job).result()
-        if isinstance(hardware, Hardware) and ":" in job.device:
-            self._command.environment = Slot(hardware.device, uuid=hardware.identity.uuid).environment
+        name, _, number = job.device.partition(":")
+        if isinstance(hardware, Hardware) and number:
+            if name == "cuda" and hardware.identity.uuid is not None:
+                self._command.environment = Slot(hardware.device, uuid=hardware.identity.uuid).environment
+            elif int(number):
+                raise DeviceError(
+                    f"A command cannot be made to train on {job.device}: other GPUs can be hidden from it only where "
+                    "CUDA names them by UUID.",
+                    f"Hide them yourself, by HIP_VISIBLE_DEVICES or ZE_AFFINITY_MASK, and give --device {name}.",
+                )
         return hardware
 
     def _describe(self, job: Describe) -> Description | Failure:

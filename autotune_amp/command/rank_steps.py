@@ -226,7 +226,7 @@ class Rank:
             for name, num_samples in by_loader.items()
             if 2 * self.world * num_samples >= self._num_dataset_samples(name)  # a sampler may leave some out
         }
-        training = {kind for kind in num if 2 * num[kind] >= len(fetched) + (kind in evaluated)}
+        training = {kind for kind in num if 2 * num[kind] >= len(fetched) + 2 * (kind in evaluated)}
         return frozenset(name for by_loader in fetched for name in by_loader if self._loader_key(name) in training)
 
     def _num_dataset_samples(self, name: str) -> float:

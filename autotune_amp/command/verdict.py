@@ -40,6 +40,10 @@ _ADVICE_BY_PATTERN = {
     r"EOFError: EOF when reading a line": (
         "It reads from standard input, which is empty in a trial. Give the value as an argument."
     ),
+    r"invalid device (ordinal|id)|Duplicate GPU detected": (
+        "With `--device cuda:N` the command sees that GPU alone, as cuda:0. Use `--device cuda` if it chooses its GPUs "
+        "itself."
+    ),
 }
 
 
@@ -79,16 +83,16 @@ def verdict(
         return "measured"
     if failure := failure_from_memory(state.memory_bytes, memory_limit_bytes):
         return failure
-    if state.status is not None:
-        return _exit_verdict(events, state)
-    if not events.of(Hello) and state.unobserved_seconds > UNOBSERVED_SECONDS:  # existing files are not guarded either
-        return Failure(kind="workload_error", message=_reason_without_steps(events), details=_tail(state))
-    if events.of(Captured):
+    if events.of(Captured) and not state.status:
         return Failure(
             kind="workload_error",
             message="the command captures its optimizer step in a CUDA graph, whose replays cannot be observed",
             details="Run it without the CUDA graph.",
         )
+    if state.status is not None:
+        return _exit_verdict(events, state)
+    if not events.of(Hello) and state.unobserved_seconds > UNOBSERVED_SECONDS:  # existing files are not guarded either
+        return Failure(kind="workload_error", message=_reason_without_steps(events), details=_tail(state))
     unstepped = events.first(Unstepped)
     if unstepped is not None and not events.ranks:
         return Failure(

@@ -154,11 +154,14 @@ class LoadMeter:
         self._slowdowns: dict[str, None] | None = None
 
     def warm_up(self) -> None:
-        """Note a warm-up step: the measurement restarts here, except after a measured step.
+        """Note a warm-up step: the measurement restarts here, except after a measured step of the same process.
 
-        Measured steps are reported at their end. Starting at the first of them would miss a single long step.
+        Measured steps are reported at their end. Starting at the first of them would miss a single long step. Steps
+        that follow the end of a process are those of a second one, which repeats the trial.
         """
-        if not self._is_stepping and time.monotonic() - self._before.at_seconds >= MIN_SECONDS:
+        if self._after is not None:
+            self.start()
+        elif not self._is_stepping and time.monotonic() - self._before.at_seconds >= MIN_SECONDS:
             self._before = read_counters()
 
     def step(self) -> None:

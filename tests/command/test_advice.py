@@ -63,3 +63,8 @@ def test_the_error_that_was_printed_and_the_next_step() -> None:
 def test_what_says_nothing_more_stays_as_it_is() -> None:
     failure = Failure(kind="timeout", message="no step for 3 s", details="Error: of an earlier try")
     assert with_advice(failure) == failure
+
+
+def test_a_gpu_that_device_hides_from_the_command_is_told() -> None:
+    found = with_advice(Failure(kind="workload_error", message="AcceleratorError: CUDA error: invalid device ordinal"))
+    assert "--device" in (found.details or "")

@@ -24,7 +24,7 @@ from autotune_amp.command.messages import Gradient
 from autotune_amp.command.ranks import RunEvents
 from autotune_amp.command.running import CompletedRun
 from autotune_amp.core.command_template import CommandTemplate
-from autotune_amp.core.errors import BudgetTooSmallError, RunnerError, WorkloadError
+from autotune_amp.core.errors import BudgetTooSmallError, DeviceError, RunnerError, WorkloadError
 from autotune_amp.core.job import Deadlines
 from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
@@ -552,8 +552,23 @@ def test_a_command_sees_only_the_gpu_that_was_asked_for_by_its_number(
     local = Mock(**{"submit.return_value.result.return_value": replace(HARDWARE, identity=identity)})
     command = Command(CommandTemplate.of("printenv CUDA_VISIBLE_DEVICES"))
     CommandBackend(command, local, Watcher()).submit(ProbeJob(device=device)).result()
-    completed = command.run(RunRequest.of(Setting(precision="fp32", batch_size=8)), Deadlines(), bool, Watcher())
+    completed = command.run(
+        RunRequest.of(Setting(precision="fp32", batch_size=8)), Deadlines(), lambda _: False, Watcher()
+    )
     assert completed.state.printed == f"{seen}\n"
+
+
+@pytest.mark.parametrize("uuid", [None, "6e7cc4d0"], ids=["ROCm", "XPU"])
+def test_a_gpu_that_a_command_cannot_be_given_by_its_number_is_an_error(uuid: str | None) -> None:
+    name = "xpu" if uuid else "cuda"
+    identity = replace(HARDWARE.identity, type=name, uuid=uuid)
+    local = Mock(**{"submit.return_value.result.return_value": replace(HARDWARE, identity=identity)})
+    command = Command(CommandTemplate.of("true"))
+    backend = CommandBackend(command, local, Watcher())
+    backend.submit(ProbeJob(device=f"{name}:0"))
+    with pytest.raises(DeviceError, match=f"{name}:1"):
+        backend.submit(ProbeJob(device=f"{name}:1"))
+    assert command.environment == {}
 
 
 def test_steps_that_a_search_has_no_time_for_are_found_out_by_the_second(script: str, local: LocalBackend) -> None:

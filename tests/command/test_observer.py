@@ -61,17 +61,18 @@ def test_memory_is_that_of_every_accelerator_of_a_process(
     assert {call.args[0].index for call in synchronized.call_args_list} == {0, 1}
 
 
-@pytest.mark.parametrize("num_of_epoch", [2, 3, 4])
+@pytest.mark.parametrize(("num_of_epoch", "batch_size"), [(2, 8), (3, 8), (4, 8), (3, 0)])
 def test_steps_on_an_accelerator_are_measured_where_evaluations_follow_few_of_them(
-    observed: observer.Observer, num_of_epoch: int, monkeypatch: pytest.MonkeyPatch
+    observed: observer.Observer, num_of_epoch: int, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without a batch size the loop draws its batches itself, and only the evaluation has a loader."""
     monkeypatch.setattr(torch.cuda, "synchronize", Mock())
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {})
     monkeypatch.setattr(observer, "time", Mock(monotonic=count().__next__, perf_counter=lambda: 0.0))
     optimizer = optimizer_on("cuda:0")
     for number in range(1, 26):
-        observed.loaders.num_batches += 1
-        observed.loaders.num_samples["0"] = 8 * number
+        observed.loaders.num_batches += bool(batch_size)
+        observed.loaders.num_samples["0"] = batch_size * number
         observed.report_step(optimizer)
         if number % num_of_epoch == 0:
             observed.loaders.num_samples["1"] = 64 * number
@@ -82,7 +83,7 @@ def test_steps_on_an_accelerator_are_measured_where_evaluations_follow_few_of_th
         rank.add(Step(pid=1, **call.kwargs))
     intervals = list(rank.intervals())
     assert len(intervals) >= MIN_NUM_INTERVALS
-    assert {interval.num_samples / interval.num_steps for interval in intervals} == {8}
+    assert {interval.num_samples / interval.num_steps for interval in intervals} == {batch_size}
 
 
 def test_a_step_that_is_captured_into_a_graph_is_told_and_not_waited_for(
@@ -95,6 +96,10 @@ def test_a_step_that_is_captured_into_a_graph_is_told_and_not_waited_for(
     observed._before_step(optimizer, (), {})
     observed._after_step(optimizer, (), {})
     assert observed.channel.send.call_args.args == ("captured",)  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.amp.GradScaler, "step", lambda *_: None)
+    observer._hook_scaler(observed)
+    torch.amp.GradScaler("cpu").step(optimizer)
+    observed.channel.shield.return_value.assert_not_called()  # type: ignore[attr-defined]
 
 
 def test_an_optimizer_on_the_cpu_trains_on_the_device_of_the_model(observed: observer.Observer) -> None:

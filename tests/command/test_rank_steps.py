@@ -59,6 +59,7 @@ def test_only_training_loaders_prefetch_the_batches_of_a_warm_up(num_drawn: int)
     ("loaders_of_steps", "num_samples", "training"),
     [
         (["0", "01"] * 8, 8, {"0"}),  # an evaluation after every second step
+        (["01", *["0", "01"] * 8], 8, {"0"}),  # the same, in an odd number of steps
         (["0", "01"] * 8, 64, {"0", "1"}),  # a second loader for every second step
         (["0", "1"] * 8, 8, {"0", "1"}),  # two tasks in turn
         (["01"] * 16, 8, {"0", "1"}),

@@ -173,10 +173,11 @@ def test_passes_without_a_step_of_torchs_are_told_before_the_time_is_up() -> Non
     assert of(trained) == ("", "")
 
 
-def test_steps_that_are_replayed_from_a_graph_are_not_waited_for() -> None:
+@pytest.mark.parametrize("status", [None, 0])
+def test_steps_that_are_replayed_from_a_graph_are_not_waited_for(status: int | None) -> None:
     heard = said.trained([3])
     heard.add(Captured(pid=100, time=2.0))
-    kind, message = of(heard)
+    kind, message = of(heard, status=status)
     assert kind == "workload_error"
     assert "CUDA graph" in message
     assert of(heard, is_enough=True) == ("measured", "")

@@ -61,7 +61,10 @@ if "WORLD_SIZE" in os.environ:
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 (here / f"built.{os.getpid()}").touch()
 if options.be == "noisy":
-    (here / "stepped.log").write_text("begun")
+    log = here / "stepped.log"
+    while options.batch == 2 and (here / "together").exists() and not log.exists():
+        time.sleep(0.01)
+    log.write_text("begun")
 
 def is_running(pid):
     try:
@@ -204,7 +207,9 @@ def test_a_file_that_each_writes_is_named_with_the_folder_for_it(commands: Comma
     backend = commands.described("--be", "noisy")
     (commands.folder / "study").mkdir()
     backend._command.keep_in(commands.folder / "study")
+    (commands.folder / "together").touch()
     backend.load_together([trial(setting) for setting in SETTINGS])
+    (commands.folder / "together").unlink()
     for setting in SETTINGS:
         assert isinstance(backend.submit(trial(setting)).result(), Measurement)
     (note,) = backend._command.notes()

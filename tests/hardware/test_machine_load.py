@@ -115,6 +115,19 @@ def test_what_was_before_the_last_step_to_warm_up_does_not_count_and_no_measured
     assert meter.stop().seconds == pytest.approx(0.1 + 3 * 3.0)
 
 
+def test_a_process_that_takes_steps_after_the_end_of_another_is_the_one_that_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(machine_load, "read_counters", lambda: reading(now, 0.0, {}))
+    meter = LoadMeter()
+    for seconds, tell in ((5.0, "step"), (1.0, "hold"), (9.0, "warm_up"), (2.0, "step"), (1.0, "hold")):
+        now += seconds
+        getattr(meter, tell)()
+    assert meter.stop().seconds == pytest.approx(2.0 + 1.0)
+
+
 def test_on_the_card_others_are_those_seen_that_neither_descend_from_us_nor_wait_for_us(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

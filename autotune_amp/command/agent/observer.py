@@ -293,7 +293,7 @@ class Observer:
         num_samples = dict(self.loaders.num_samples)
         num = sum(num_samples[name] != num_samples_before.get(name, 0) for name in num_samples)
         self._loaded_for[index] = num_samples, num
-        return 0 < num_before < num
+        return num_before < num
 
     def _count_flops(self, num_steps: int) -> None:
         """Count the floating-point operations of the first optimizer's second step, which is part of the warm-up and
@@ -438,7 +438,7 @@ def _hook_scaler(observer: Observer) -> None:
             result = original(scaler, optimizer, *args, **kwargs)
         finally:
             observer.scaler_depth -= 1
-        if observer.scaler_depth == 0:
+        if observer.scaler_depth == 0 and not observer._is_capturing():
             report_step(scaler, optimizer)
         return result
 
