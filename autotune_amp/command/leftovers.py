@@ -42,9 +42,12 @@ def write_kept(file: Path, kept: Iterable[str]) -> None:
 
 
 def read_entries(file: Path) -> list[str]:
-    """Return the entries of a list file to which the processes of a run append; empty if it does not exist."""
+    """Return the entries of a list file to which the processes of a run append; empty if it does not exist.
+
+    A last entry without its end, of which a full disk took only a part, is left out.
+    """
     content = file.read_bytes() if file.exists() else b""
-    return [os.fsdecode(entry) for entry in content.split(b"\0") if entry]
+    return [os.fsdecode(entry) for entry in content.split(b"\0")[:-1] if entry]
 
 
 def set_aside(file: Path, folder: Path | None, data_until: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
