@@ -198,18 +198,17 @@ class SearchThread(threading.Thread):
     def document(self, search: Search) -> bytes:
         """Return a search as JSON: its state, its best so far, and its recommendation or error once it is over.
 
-        The recommendation stays while the search is done again.
+        The recommendation stays while the search is done again, and if that is ended or fails.
         """
         waiting = [other.id for other in self.queue.waiting()] if search.state in WAITING else []
         events = self.events(search)
-        recommendation = None if search.state == "failed" else self._recommendation(search)
         fields = msgspec.structs.asdict(search) | {
             "callers": list(dict.fromkeys(map(caller_name, search.callers))),
             "position": waiting.index(search.id) if search.id in waiting else None,
             "phase": events.phase if search.state == "running" else None,
             "num_trials": events.num_trials,
             "best": events.best,
-            "recommendation": recommendation,
+            "recommendation": self._recommendation(search),
         }
         return msgspec.json.encode(fields)
 
@@ -225,11 +224,11 @@ class SearchThread(threading.Thread):
 
     def _recommendation(self, search: Search) -> object:
         """Return as JSON the newest recommendation of a search, the best so far if it was ended, or None."""
-        if search.state != "ended":
-            return self.measured_json(search)
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            return decode(read_file(self._output(search.id)), dict[str, Any]).get("best")
-        return None
+        best = None
+        if search.state == "ended":
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                best = decode(read_file(self._output(search.id)), dict[str, Any]).get("best")
+        return best or self.measured_json(search)
 
     def measured_json(self, search: Search) -> msgspec.Raw | None:
         """Return the recommendation of a search when it was last done, or None if it never was."""
