@@ -525,12 +525,14 @@ def _devices_of(limits: SearchOptions) -> frozenset[str]:
 def _visible_gpus(target: Target) -> dict[str, str]:
     """Return the environment variable that limits a command to the GPUs in the `devices` of its target.
 
-    Raises `InvalidRequestError` if there is no such GPU, or if they are of several models.
+    With "all" nothing limits it. Raises `InvalidRequestError` if there is no such GPU, or if those given by index are
+    of several models.
     """
     devices = target.limits.devices
     if target.command is None or devices is None:
         return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(slot.uuid or "" for slot in find_gpus(devices).slots)}
+    slots = find_gpus(devices).slots
+    return {} if devices == "all" else {"CUDA_VISIBLE_DEVICES": ",".join(slot.uuid or "" for slot in slots)}
 
 
 def _overlap(needs: frozenset[str], others: frozenset[str]) -> bool:
