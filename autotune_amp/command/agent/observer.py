@@ -438,7 +438,7 @@ def _hook_scaler(observer: Observer) -> None:
             result = original(scaler, optimizer, *args, **kwargs)
         finally:
             observer.scaler_depth -= 1
-        if observer.scaler_depth == 0:
+        if observer.scaler_depth == 0 and not observer._is_capturing():
             report_step(scaler, optimizer)
         return result
 
