@@ -347,6 +347,26 @@ def test_a_finished_recommendation_stays_where_a_second_request(
     assert service.document(id_)["recommendation"] == DOCUMENT
 
 
+@pytest.mark.parametrize("has_trial", [False, True])
+def test_the_events_of_a_finished_search_stay_until_a_trial_of_its_repetition(
+    has_trial: bool, make: Callable[..., Service]
+) -> None:
+    service = make(mlp="cpu")
+    id_ = service.ask("mlp")
+    for number, setting in enumerate(("one", "two")):
+        process = service.process(number)
+        assert process.events is not None
+        lines = '{"event": "phase", "text": "loading"}\n'
+        if number == 0 or has_trial:
+            lines += f'{{"event": "trial"}}\n{{"event": "best", "setting": "{setting}"}}\n'
+        process.events.write_text(lines)
+        process.end(0, DOCUMENT)
+        service.until(lambda: service.search(id_).state == "done")
+        found = service.document(id_)
+        assert (found["num_trials"], found["best"]["setting"]) == (1, setting if has_trial else "one")
+        service.ask("mlp")
+
+
 def test_the_files_of_a_forgotten_search_are_removed(
     make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
