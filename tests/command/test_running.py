@@ -362,7 +362,8 @@ def test_what_cannot_be_started(tmp_path: Path, command: list[str], said: list[s
 def test_a_full_disk_is_an_error_that_names_its_folder_and_a_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr(running.Program, "start", Mock(side_effect=OSError(number, os.strerror(number))))
+    failing = Mock(side_effect=OSError(number, os.strerror(number)))
+    monkeypatch.setattr("autotune_amp.processes.program.Program.start", failing)
     with pytest.raises(RunnerError, match=os.strerror(number)) as raised:
         run_command([sys.executable, "-c", ""], memory=tmp_path / "made.json", aside=tmp_path / "aside")
     assert tempfile.gettempdir() in raised.value.message
