@@ -167,10 +167,11 @@ def apply(
     from autotune_amp.core.command_template import CommandTemplate
     from autotune_amp.core.recommendation import Recommendation
     from autotune_amp.report.files import find_study_file
+    from autotune_amp.search.storage.folder import StudyFolder
 
     path = find_study_file(folder, "recommendation.json")
     recommendation = Recommendation.load(path)
-    with Console(stderr=True).status("") as status:
+    with StudyFolder(str(path.parent), ""), Console(stderr=True).status("") as status:
         edits = apply_recommendation(
             recommendation,
             CommandTemplate.of(training),

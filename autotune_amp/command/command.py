@@ -230,7 +230,7 @@ class Command:
 
     def keep_in(self, folder: Path) -> None:
         """From now on, move the files that runs create to a subfolder of the study's `folder`. Load the list of data
-        that earlier runs created. Files that a killed search left are moved now.
+        that earlier runs created. Files that a killed search left are moved now, so the study has to be locked.
         """
         self._kept_list, self.aside = folder / KEPT_LIST, folder.absolute() / FOLDER
         clear_up_after_killed(folder, self.aside, self._kept_list)

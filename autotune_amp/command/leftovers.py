@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import time
 from collections import Counter
@@ -42,9 +43,12 @@ def write_kept(file: Path, kept: Iterable[str]) -> None:
 
 
 def read_entries(file: Path) -> list[str]:
-    """Return the entries of a list file to which the processes of a run append; empty if it does not exist."""
+    """Return the entries of a list file to which the processes of a run append; empty if it does not exist.
+
+    A last entry without its end, of which a full disk took only a part, is left out.
+    """
     content = file.read_bytes() if file.exists() else b""
-    return [os.fsdecode(entry) for entry in content.split(b"\0") if entry]
+    return [os.fsdecode(entry) for entry in content.split(b"\0")[:-1] if entry]
 
 
 def set_aside(file: Path, folder: Path | None, data_until: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -162,9 +166,10 @@ CLEAR_UP = clear_up.__module__, clear_up.__name__
 
 def clear_up_after_killed(study: Path, aside: Path, memory: Path) -> None:
     """Move the files of runs whose keepers were killed too, and remove the folders of these runs."""
-    for file in sorted(study.glob(f"{_CREATED_LIST}*")):
-        clear_up(str(file), str(aside), str(memory))
-        shutil.rmtree(new_folder().with_name(file.name.split("-", 2)[2]), ignore_errors=True)
+    for file in sorted(study.iterdir()):
+        if name := re.fullmatch(rf"{_CREATED_LIST}[0-9]+-(amp-[0-9a-f]+)", file.name):
+            clear_up(str(file), str(aside), str(memory))
+            shutil.rmtree(new_folder().with_name(name[1]), ignore_errors=True)
 
 
 def load_kept(path: Path) -> tuple[str, ...]:

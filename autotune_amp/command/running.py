@@ -7,6 +7,7 @@ data load at the same time; each trains alone once it is let go (`CommandRun.mea
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -148,15 +149,17 @@ class CommandRun:
             self._reader = threading.Thread(target=self._read_output, daemon=True, name="autotune-amp output")
             self._reader.start()
             self._is_running = True
-        except OSError as error:
+        except BaseException as error:
             self.close()
+            self._made_list.unlink(missing_ok=True)
+            if not isinstance(error, OSError):
+                raise
+            folders = sorted({str(self._folder.parent), str(self._made_list.parent)} - {str(self._folder)})
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise RunnerError(
-                f"The files of a trial cannot be written: {error}.",
-                "Free some space there, or set TMPDIR to a folder of another disk.",
+                f"The files of a trial cannot be written in {' or '.join(folders)}: {error}.",
+                f"{'Free some space there' if is_full else 'Fix this'}, or set TMPDIR to a folder of another disk.",
             ) from error
-        except BaseException:
-            self.close()
-            raise
 
     def loading_outcome(self) -> Literal["loaded"] | Failure | None:
         """Return whether the held run has loaded, or why it has failed; None while it is loading.

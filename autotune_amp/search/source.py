@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -117,7 +117,10 @@ class Source:
         for part, digest in fingerprint.parts.items():
             kind, _, name = part.partition("file ")
             files = [folder / name for folder in folders] if kind in ("", "source ") else []
-            digests = [file_digest(file) for file in files if file.is_file()]
+            digests = []
+            for file in files:
+                with suppress(OSError):  # a folder of somebody else, or a file that is being replaced
+                    digests += [file_digest(file)] if file.is_file() else []
             if digests and not any(each in digest for each in digests):  # two files of one name have one part
                 edited.append(name)
         return edited

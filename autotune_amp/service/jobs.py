@@ -122,8 +122,8 @@ class Queue:
         """Add a search, or its callers to the equal one that waits or runs.
 
         An equal one that is over is started again, with its place before newer ones: if it is done and nothing has
-        changed, its study answers at once. Raises `QueueFullError` if too many wait, `StudyError` if it cannot be
-        saved.
+        changed, its study answers once its device is free. Raises `QueueFullError` if too many wait, `StudyError` if it
+        cannot be saved.
         """
         with self._lock:
             before = self.searches.get(search.id)

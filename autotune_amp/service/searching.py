@@ -35,6 +35,7 @@ from autotune_amp.service.jobs import (
     WAITING,
     Queue,
     Search,
+    State,
     UnknownError,
     caller_name,
     search_id,
@@ -198,18 +199,17 @@ class SearchThread(threading.Thread):
     def document(self, search: Search) -> bytes:
         """Return a search as JSON: its state, its best so far, and its recommendation or error once it is over.
 
-        The recommendation stays while the search is done again.
+        The recommendation stays while the search is done again, and if that is ended or fails.
         """
         waiting = [other.id for other in self.queue.waiting()] if search.state in WAITING else []
         events = self.events(search)
-        recommendation = None if search.state == "failed" else self._recommendation(search)
         fields = msgspec.structs.asdict(search) | {
             "callers": list(dict.fromkeys(map(caller_name, search.callers))),
             "position": waiting.index(search.id) if search.id in waiting else None,
             "phase": events.phase if search.state == "running" else None,
             "num_trials": events.num_trials,
             "best": events.best,
-            "recommendation": recommendation,
+            "recommendation": self._recommendation(search),
         }
         return msgspec.json.encode(fields)
 
@@ -225,11 +225,11 @@ class SearchThread(threading.Thread):
 
     def _recommendation(self, search: Search) -> object:
         """Return as JSON the newest recommendation of a search, the best so far if it was ended, or None."""
-        if search.state != "ended":
-            return self.measured_json(search)
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            return decode(read_file(self._output(search.id)), dict[str, Any]).get("best")
-        return None
+        best = None
+        if search.state == "ended":
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                best = decode(read_file(self._output(search.id)), dict[str, Any]).get("best")
+        return best or self.measured_json(search)
 
     def measured_json(self, search: Search) -> msgspec.Raw | None:
         """Return the recommendation of a search when it was last done, or None if it never was."""
@@ -310,6 +310,10 @@ class SearchThread(threading.Thread):
         """Return the file with what the process of a search has printed."""
         return self._files / f"{id_}.out"
 
+    def _events_before(self, id_: str) -> Path:
+        """Return the file with the events of a search from before it was asked for again."""
+        return self._files / f"{id_}.events.before"
+
     def _result(self, id_: str) -> Path:
         """Return the file with the recommendation of a search that was done."""
         return self._files / f"{id_}.json"
@@ -366,7 +370,8 @@ class SearchThread(threading.Thread):
     def _start_search(self, search: Search, target: Target, options: SearchOptions) -> None:
         events = SearchEvents(self._files / f"{search.id}.events.jsonl")
         if search.started is None or search.ended is not None:
-            events.path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                events.path.replace(self._events_before(search.id))
         events.read()  # of the search that goes on
         events.phase = None
         study = study_name(search.target, target, options)
@@ -416,15 +421,15 @@ class SearchThread(threading.Thread):
             is_cached = before is not None and msgspec.json.decode(before) == document
             self._output(search.id).replace(self._result(search.id))
             measured = search.measured if is_cached else time.time()
-            self.queue.change(search.id, state="done", ended=time.time(), measured=measured)
+            self._end(search, "done", measured=measured)
         elif process.is_interrupted and not search.callers:
-            self.queue.change(search.id, state="ended", ended=time.time())
+            self._end(search, "ended")
         elif process.is_interrupted and time.monotonic() > self._interrupt_at[search.id]:
             late = RunnerError(
                 f"The search still ran {_LATE_SECONDS:g} s after its budget.",
                 f"Ask again to go on with it; its output is {search.id}.log in the service's folder.",
             )
-            self.queue.change(search.id, state="failed", ended=time.time(), error=error_fields(late))
+            self._end(search, "failed", error=error_fields(late))
         elif process.is_interrupted:  # by the end of the service, or somebody joined meanwhile: it goes on later
             self.queue.change(search.id, state="queued")
         elif error.get("kind") == "study_busy":
@@ -437,7 +442,16 @@ class SearchThread(threading.Thread):
                 "next_step": f"Ask again to go on with it; its output is {search.id}.log in the service's folder.",
             }
             words = {name: in_python(str(error[name])) for name in ("kind", "message", "next_step")}
-            self.queue.change(search.id, state="failed", ended=time.time(), error=words)
+            self._end(search, "failed", error=words)
+
+    def _end(self, search: Search, state: State, **changes: Any) -> None:
+        """Save that a search is over. If it made no trial, its events are those from before it was asked for again."""
+        events, before = self._events[search.id], self._events_before(search.id)
+        if not events.num_trials and before.exists():
+            before.replace(events.path)
+            self._events[search.id] = events = SearchEvents(events.path)
+            events.read()
+        self.queue.change(search.id, state=state, ended=time.time(), **changes)
 
 
 class OptionError(InvalidRequestError):
@@ -526,12 +540,14 @@ def _devices_of(limits: SearchOptions) -> frozenset[str]:
 def _visible_gpus(target: Target) -> dict[str, str]:
     """Return the environment variable that limits a command to the GPUs in the `devices` of its target.
 
-    Raises `InvalidRequestError` if there is no such GPU, or if they are of several models.
+    With "all" nothing limits it. Raises `InvalidRequestError` if there is no such GPU, or if those given by index are
+    of several models.
     """
     devices = target.limits.devices
     if target.command is None or devices is None:
         return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(slot.uuid or "" for slot in find_gpus(devices).slots)}
+    slots = find_gpus(devices).slots
+    return {} if devices == "all" else {"CUDA_VISIBLE_DEVICES": ",".join(slot.uuid or "" for slot in slots)}
 
 
 def _overlap(needs: frozenset[str], others: frozenset[str]) -> bool:

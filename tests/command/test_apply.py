@@ -25,6 +25,7 @@ from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.outcome import Description, Failure
 from autotune_amp.core.recommendation import Recommendation
+from autotune_amp.search.storage.folder import StudyFolder
 
 SAMPLE = Path(__file__).parents[1] / "golden/study/recommendation.json"
 AGENT = INJECTED.parent
@@ -285,6 +286,11 @@ def test_what_cannot_be_applied(forked_apply: Apply, tmp_path: Path) -> None:
     message = forked_apply(failing, fails=True)["error"]["message"]
     assert "the moon" in message
     assert "trial_leftovers" in message, "what it made is no longer in its place"
+
+
+def test_runs_of_a_search_in_the_same_study_are_not_cleared_up(apply: Apply, tmp_path: Path) -> None:
+    with StudyFolder(str(tmp_path / "studies"), "it"):
+        assert apply([sys.executable, "-c", ""], fails=True)["error"]["kind"] == "study_busy"
 
 
 # --- frameworks ------------------------------------------------------------------------------------------------------

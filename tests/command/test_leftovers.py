@@ -113,6 +113,24 @@ def test_what_a_run_made_is_moved_by_the_next_search_if_its_keeper_was_killed_to
     assert not run.exists()
 
 
+def test_the_user_s_files_in_a_study_are_not_taken_for_lists_of_runs(here: Path, tmp_path: Path) -> None:
+    study = tmp_path / "study"
+    study.mkdir()
+    for name in ("created-notes.txt", "created-20240101-data.csv"):
+        (study / name).write_text("the user's")
+    Command(CommandTemplate.of("python train.py")).keep_in(study)
+    assert files_below(study) == dict.fromkeys(("created-notes.txt", "created-20240101-data.csv"), "the user's")
+
+
+def test_a_last_entry_that_was_written_in_part_is_ignored(here: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "listed"
+    listed.write_bytes(os.fsencode(f"-{here / 'log'}\0-{here / 'runs'}"))
+    (here / "log").write_text("1")
+    assert set_aside(listed, tmp_path / "aside", math.inf) == ((), ())
+    assert files_below(tmp_path / "aside") == {"log": "1"}
+    assert files_below(here) == {"theirs": "the user's", "runs/theirs": "the user's"}
+
+
 def test_what_later_runs_made_joins_what_earlier_ones_did(here: Path, tmp_path: Path) -> None:
     aside = tmp_path / "aside"
     for texts in ({"out/a": "1", "out/b": "1", "log": "1"}, {"out/a": "2", "out/c": "2", "log/d": "2"}):

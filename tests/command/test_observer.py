@@ -102,6 +102,18 @@ def test_a_step_that_is_captured_into_a_graph_is_told_and_not_waited_for(
     observed.channel.shield.return_value.assert_not_called()  # type: ignore[attr-defined]
 
 
+def test_a_scaler_s_step_that_is_captured_into_a_graph_is_not_waited_for(
+    observed: observer.Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaler_class = Mock(step=Mock())
+    monkeypatch.setattr(observer, "GradScaler", scaler_class)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    observed.device = torch.device("cuda:0")
+    observer._hook_scaler(observed)
+    scaler_class.step(Mock(), optimizer_on("cuda:0"))
+    observed.channel.shield.return_value.assert_not_called()  # type: ignore[attr-defined]
+
+
 def test_an_optimizer_on_the_cpu_trains_on_the_device_of_the_model(observed: observer.Observer) -> None:
     """As DeepSpeed's offload has it; the device here is one that every machine has."""
     observed._report_loaded(torch.nn.Linear(8, 1, device="meta").parameters)

@@ -358,11 +358,19 @@ def test_what_cannot_be_started(tmp_path: Path, command: list[str], said: list[s
     assert not [one for one in psutil.Process().children() if "keeper.py" in " ".join(one.cmdline())]
 
 
-def test_a_full_disk_is_an_error_that_names_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "Listener", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(RunnerError, match="No space left") as raised:
-        run_command([sys.executable, "-c", ""])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES])
+def test_a_full_disk_is_an_error_that_names_its_folder_and_a_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    failing = Mock(side_effect=OSError(number, os.strerror(number)))
+    monkeypatch.setattr("autotune_amp.processes.program.Program.start", failing)
+    with pytest.raises(RunnerError, match=os.strerror(number)) as raised:
+        run_command([sys.executable, "-c", ""], memory=tmp_path / "made.json", aside=tmp_path / "aside")
+    assert tempfile.gettempdir() in raised.value.message
+    assert str(tmp_path) in raised.value.message
+    assert ("space" in raised.value.next_step) is (number != errno.EACCES)
     assert "TMPDIR" in raised.value.next_step
+    assert list(tmp_path.iterdir()) == [], "the list of what it creates is gone"
 
 
 def test_memory_is_the_resident_one_where_the_shares_of_pages_may_not_be_read() -> None:

@@ -66,7 +66,9 @@ def test_a_program_that_was_edited_meanwhile_is_told_and_its_answer_is_for_nobod
     opened = OpenedWorkload(hardware({"fp32": 1.0}), described(), {}, 0.0, None)
     for edited in ("x = 1", "x = 2"):
         program.write_text("x = 1")
-        fingerprint = Fingerprint(digest="d", parts={part: file_digest(program)})
+        Path("utils.py").write_text("of the working directory")  # the search imports another one, from a path it sets
+        parts = {part: file_digest(program), part.replace("t.py", "utils.py"): "other"}
+        fingerprint = Fingerprint(digest="d", parts=parts)
 
         def run_stages(_: Any, ledger: Ledger, __: Planner, text: str = edited) -> None:
             ledger.append(
@@ -92,6 +94,7 @@ def test_a_program_that_was_edited_meanwhile_is_told_and_its_answer_is_for_nobod
     assert stored.call_count == 1
     assert warnings[0] == ()
     assert "t.py" in warnings[1][0]
+    assert "utils.py" not in warnings[1][0]
 
 
 @pytest.mark.parametrize(

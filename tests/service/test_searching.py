@@ -188,6 +188,21 @@ def test_a_command_of_several_gpus_sees_these_and_runs_beside_none_of_them(
     assert not service.processes[1].environment
 
 
+def test_a_command_of_all_gpus_sees_also_those_in_use(
+    make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "visible_uuids", lambda: ("GPU-a", "GPU-b"))
+    monkeypatch.setattr(devices, "_gpu_model", lambda _: "T4")
+    monkeypatch.setattr(nvml, "process_notes", lambda uuid: ("in use",) if uuid == "GPU-b" else ())
+    service = make(all="auto")
+    service.stop()
+    target = replace(service.settings.targets["all"], workload=None, command="torchrun train.py", devices="all")
+    service.settings = replace(service.settings, targets={"all": target})
+    service.start()
+    service.ask("all")
+    assert not service.process(0).environment
+
+
 def test_commands_of_one_folder_wait_for_each_other(make: Callable[..., Service]) -> None:
     service = make(one="cuda:0", other="cuda:1", workload="cuda:2")
     service.stop()
@@ -314,6 +329,42 @@ def test_a_search_is_ended_once_all_have_withdrawn_and_its_best_is_kept(make: Ca
     service.until(lambda: service.search(id_).state == "ended")
     assert process.is_interrupted
     assert service.document(id_)["recommendation"] == DOCUMENT
+
+
+@pytest.mark.parametrize("is_withdrawn", [True, False], ids=["is ended", "fails"])
+def test_a_finished_recommendation_stays_where_a_second_request(
+    is_withdrawn: bool, make: Callable[..., Service]
+) -> None:
+    service = make(mlp="cpu")
+    id_ = service.ask("mlp")
+    service.process(0).end(0, DOCUMENT)
+    service.until(lambda: service.search(id_).state == "done")
+    service.ask("mlp")
+    service.process(1).end(2, REFUSED)
+    service.until(lambda: service.search(id_).state == "failed")
+    if is_withdrawn:  # before it had measured anything
+        service.queue.change(id_, state="ended")
+    assert service.document(id_)["recommendation"] == DOCUMENT
+
+
+@pytest.mark.parametrize("has_trial", [False, True])
+def test_the_events_of_a_finished_search_stay_until_a_trial_of_its_repetition(
+    has_trial: bool, make: Callable[..., Service]
+) -> None:
+    service = make(mlp="cpu")
+    id_ = service.ask("mlp")
+    for number, setting in enumerate(("one", "two")):
+        process = service.process(number)
+        assert process.events is not None
+        lines = '{"event": "phase", "text": "loading"}\n'
+        if number == 0 or has_trial:
+            lines += f'{{"event": "trial"}}\n{{"event": "best", "setting": "{setting}"}}\n'
+        process.events.write_text(lines)
+        process.end(0, DOCUMENT)
+        service.until(lambda: service.search(id_).state == "done")
+        found = service.document(id_)
+        assert (found["num_trials"], found["best"]["setting"]) == (1, setting if has_trial else "one")
+        service.ask("mlp")
 
 
 def test_the_files_of_a_forgotten_search_are_removed(
