@@ -291,7 +291,7 @@ def test_what_cannot_be_applied(forked_apply: Apply, tmp_path: Path) -> None:
 
 TRANSFORMERS = """
 import torch
-from transformers import BertConfig, BertForSequenceClassification, HfArgumentParser, Trainer
+from transformers import BertConfig, BertForSequenceClassification, HfArgumentParser
 from transformers import Seq2SeqTrainingArguments as TrainingArguments
 
 class Sentences(torch.utils.data.Dataset):
@@ -303,6 +303,7 @@ class Sentences(torch.utils.data.Dataset):
 
 config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
 ARGUMENTS
+from transformers import Trainer  # as late as TRL's script of `trl sft`
 Trainer(BertForSequenceClassification(config), args, train_dataset=Sentences()).train()
 """
 LIGHTNING = """
