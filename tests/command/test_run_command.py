@@ -231,6 +231,17 @@ def test_models_and_scalers_that_are_made_later_are_set_too(run: Run) -> None:
     assert done.stderr.count("second GradScaler") == 1
 
 
+def test_records_do_not_grow_while_a_script_makes_its_optimizers_anew(run: Run) -> None:
+    count = """
+import gc
+[recorder] = [each for each in gc.get_objects() if type(each).__name__ == "PassRecorder"]
+print("records", len(recorder.pop_record()["forwards"]))
+"""
+    done = run(LOOP.format(before="", step=f"optimizer = torch.optim.SGD(model.parameters()); {PLAIN}") + count)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] in ("records 0", "records 1")
+
+
 def test_regions_follow_the_controller_down(run: Run) -> None:
     plan = FallbackPlan(precision="fp32", batch_size=16)
     found = recommendation("fp16", fallback=(plan,), loss_scale=LossScale(init_scale=256.0))

@@ -38,6 +38,7 @@ def install(settings: dict[str, Any]) -> None:
     setting_hooks = SettingHooks(
         report, passes, settings["outside"], functools.partial(_convert_to_controller, report, **settings["controller"])
     )
+    passes.on_outermost.append(lambda _: passes.pop_record())  # nobody reads it here
     setting_hooks.install()
     deepspeed_engine.tell_skips(report.shield)
     if "precision" in setting_hooks.values:
