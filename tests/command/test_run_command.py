@@ -13,10 +13,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from forked_python import ForkServer
 from msgspec.structs import replace
 
-from autotune_amp.command.agent.real import _SettingReport
+from autotune_amp.command.agent.real import _convert_to_controller, _SettingReport
 from autotune_amp.command.run import command_to_start, start
 from autotune_amp.command.running import INJECTED
 from autotune_amp.core.command_template import CommandTemplate
@@ -260,6 +261,15 @@ def test_a_scripts_own_scale_and_tf32_flags_stay_as_the_trials_of_a_command_had_
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert (lines[0], lines[1], lines[-1]) == ("PrecisionController True", "torch.float16 2048.0", "cudnn True")
+
+
+def test_a_scripts_own_scale_may_begin_above_our_limit(tmp_path: Path) -> None:
+    found = recommendation("fp16", line=CommandTemplate.of("python train.py"), loss_scale=LossScale())
+    (tmp_path / "recommendation.json").write_text(found.to_json())
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**25, growth_interval=1e3)  # type: ignore[arg-type]
+    path = str(tmp_path / "recommendation.json")
+    assert _convert_to_controller(_SettingReport({}), scaler, path=path, device="cpu") is scaler
+    assert scaler.get_scale() == 2.0**25
 
 
 def test_what_the_command_says_itself_is_not_set_from_outside() -> None:

@@ -175,7 +175,9 @@ def _convert_to_controller(report: _SettingReport, scaler: Any, *, path: str, de
         config = recommendation.training_config
         if recommendation.command_template is not None and config.loss_scale is not None and scaler.is_enabled():
             own = {name: attributes[f"_{name}"] for name in _SCALER_ARGUMENTS}  # as in the trials
-            config = msgspec.structs.replace(config, loss_scale=LossScale(**own))
+            own["growth_interval"] = int(own["growth_interval"])
+            max_scale = max(LossScale().max_scale, own["init_scale"])
+            config = msgspec.structs.replace(config, loss_scale=LossScale(**own, max_scale=max_scale))
         scaler.__dict__.clear()
         scaler.__class__ = PrecisionController
         PrecisionController.__init__(scaler, config, device)
