@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 from forked_python import ForkServer
 from msgspec.structs import replace
+from torch import nn
 
 from autotune_amp.command.agent.real import _convert_to_controller, _SettingReport
 from autotune_amp.command.run import command_to_start, start
@@ -230,6 +232,21 @@ def test_models_and_scalers_that_are_made_later_are_set_too(run: Run) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["True True PrecisionController GradScaler"] * 2
     assert done.stderr.count("second GradScaler") == 1
+
+
+def test_models_of_an_optimizer_that_was_pickled_are_set_in_the_first_steps(run: Run, tmp_path: Path) -> None:
+    models = nn.Linear(8, 1), nn.Linear(8, 1)
+    optimizers = [torch.optim.SGD(each.parameters()) for each in models]
+    (tmp_path / "state").write_bytes(pickle.dumps((models, optimizers)))
+    done = run("""
+import pickle, torch
+models, optimizers = pickle.load(open("state", "rb"))
+for model, optimizer in zip(models, optimizers):
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    print("forward" in vars(model))
+""")
+    assert (done.returncode, done.stdout) == (0, "True\nTrue\n"), done.stderr
 
 
 def test_records_do_not_grow_while_a_script_makes_its_optimizers_anew(run: Run) -> None:

@@ -44,7 +44,7 @@ def install(settings: dict[str, Any]) -> None:
     if "precision" in setting_hooks.values:
         passes.watch_modules()
 
-    num_steps = last_watched = 0
+    num_steps, last_watched = 0, NUM_FULLY_WATCHED
     unstepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that have taken no step yet
     optimizer_class: Any = Optimizer
     make_optimizer = optimizer_class.__init__
