@@ -51,7 +51,7 @@ class PassRecorder:
         self._regions: dict[str, None] = {}
         self._tokens: TokenCount | None = None  # in the inputs of the forwards
         self._watches_modules = False
-        self._call_outermost: Any = None  # the patch of `Module.__call__`
+        self._is_patched = False  # whether `Module.__call__` is patched, also while an outermost module runs
 
     def pop_record(self) -> dict[str, Any]:
         """Return the recorded passes since the last call, and clear the record.
@@ -160,8 +160,9 @@ class PassRecorder:
         """Patch Module.__call__, only while no module runs: then torch.compile never traces the patch inside of one."""
         module_class: Any = torch.nn.Module
         self._watches_modules = True
-        if module_class.__call__ is self._call_outermost:  # not removed since an earlier `unwatch_modules`
+        if self._is_patched:
             return
+        self._is_patched = True
         original = module_class.__call__
         record_forward = self._channel.shield(self._record_forward)
 
@@ -176,10 +177,11 @@ class PassRecorder:
                     record_forward(module, args, kwargs)
                 return original(module, *args, **kwargs)
             finally:
-                if self._watches_modules:
+                self._is_patched = self._watches_modules
+                if self._is_patched:
                     module_class.__call__ = call_outermost
 
-        module_class.__call__ = self._call_outermost = call_outermost
+        module_class.__call__ = call_outermost
 
     def unwatch_modules(self) -> None:
         """Stop watching modules; the patch is removed at the next call."""
