@@ -242,6 +242,20 @@ for each, args in ((whole, (x, y)), (average, (x, y)), (partial, (x,))):
     assert the("precision", rank).what == "the forward of Whole"
 
 
+def test_a_model_that_trains_after_the_first_steps_of_another_has_a_region_too(ran: Ran) -> None:
+    text = """
+generator = nn.Linear(16, 16)
+own = torch.optim.SGD(generator.parameters(), lr=0.01)
+for number, (x, y) in enumerate(loader):
+    with torch.set_grad_enabled(number % 5 == 4):
+        x = generator(x)
+    loss_of(model(x), y).backward()
+    (own if number % 5 == 4 else optimizer).step()
+assert "forward" in vars(model) and "forward" in vars(generator)
+"""
+    assert precision_of(ran(LOADER + text, precision="bf16")) == "bf16"
+
+
 def test_a_model_that_is_exported_has_no_autocast_region(ran: Ran) -> None:
     text = """
 assert "forward" in vars(model)
