@@ -297,7 +297,7 @@ def test_runs_of_a_search_in_the_same_study_are_not_cleared_up(apply: Apply, tmp
 
 TRANSFORMERS = """
 import torch
-from transformers import BertConfig, BertForSequenceClassification, HfArgumentParser, Trainer
+from transformers import BertConfig, BertForSequenceClassification, HfArgumentParser
 from transformers import Seq2SeqTrainingArguments as TrainingArguments
 
 class Sentences(torch.utils.data.Dataset):
@@ -309,6 +309,7 @@ class Sentences(torch.utils.data.Dataset):
 
 config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
 ARGUMENTS
+from transformers import Trainer  # as late as TRL's script of `trl sft`
 Trainer(BertForSequenceClassification(config), args, train_dataset=Sentences()).train()
 """
 LIGHTNING = """

@@ -190,3 +190,25 @@ def test_a_compiled_function_that_calls_a_model_is_one_graph(monkeypatch: pytest
     torch.testing.assert_close(total(inputs), model(inputs).sum())
     torch.compiler.reset()
     assert len(recorder.pop_record()["forwards"]) == 1, "outside of compiled code they are watched"
+
+
+def test_modules_that_others_call_are_not_recorded_where_watching_begins_inside_of_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.nn.Module, "__call__", torch.nn.Module.__call__)  # puts it back
+    recorder = passes.PassRecorder(Mock(shield=lambda hook: hook))
+
+    class Outer(torch.nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            recorder.watch_modules()  # as where an optimizer is made
+            return inner(super().forward(inputs))  # type: ignore[no-any-return]
+
+    inner, outer = torch.nn.Linear(8, 1), Outer(8, 8)
+    recorder.watch_modules()
+    for _ in range(2):
+        outer(torch.randn(4, 8))
+    recorder.unwatch_modules()
+    inner(torch.randn(4, 8))
+    recorder.watch_modules()
+    inner(torch.randn(4, 8))
+    assert [name for name, *_ in recorder.pop_record()["forwards"]] == ["Outer", "Outer", "Linear"]

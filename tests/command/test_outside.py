@@ -211,16 +211,18 @@ for x, y in loader:
 
 def test_the_loss_inside_of_the_model_and_copies_of_it(ran: Ran) -> None:
     text = """
+import cloudpickle, functools, pickle
 class Whole(nn.Module):
     def __init__(self):
         super().__init__()
         self.net = model
     def forward(self, x, y):
         return {"loss": loss_of(self.net(x), y), "outputs": (self.net(x),)}
-whole = Whole()
+whole, partial = Whole(), nn.Linear(16, 1)
+partial.forward = functools.partial(partial.forward)
 for number, (x, y) in enumerate(loader):
     out = whole(x, y)
-    assert out["loss"].dtype == out["outputs"][0].dtype == torch.float32
+    assert out["loss"].dtype == out["outputs"][0].dtype == partial(x).dtype == torch.float32
     out["loss"].backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -230,14 +232,28 @@ with torch.no_grad():
         parameter.zero_()
     assert average(x, y)["outputs"][0].abs().max() == 0, "a copy has its own weights"
     assert whole(x, y)["outputs"][0].abs().max() > 0
-import pickle
-again = pickle.loads(pickle.dumps(whole))
-assert again(x, y)["outputs"][0].dtype == torch.float32
-assert "wraps" not in "".join(dir(again.forward)), "a pickled model is as the script wrote it"
+for each, args in ((whole, (x, y)), (average, (x, y)), (partial, (x,))):
+    for pickled in (pickle.dumps(each), cloudpickle.dumps(each)):
+        assert b"autotune" not in pickled, "a pickled model is as the script wrote it"
+        pickle.loads(pickled)(*args)
 """
     rank = ran(LOADER + text, precision="bf16")
     assert precision_of(rank) == "bf16"
     assert the("precision", rank).what == "the forward of Whole"
+
+
+def test_a_model_that_trains_after_the_first_steps_of_another_has_a_region_too(ran: Ran) -> None:
+    text = """
+generator = nn.Linear(16, 16)
+own = torch.optim.SGD(generator.parameters(), lr=0.01)
+for number, (x, y) in enumerate(loader):
+    with torch.set_grad_enabled(number % 5 == 4):
+        x = generator(x)
+    loss_of(model(x), y).backward()
+    (own if number % 5 == 4 else optimizer).step()
+assert "forward" in vars(model) and "forward" in vars(generator)
+"""
+    assert precision_of(ran(LOADER + text, precision="bf16")) == "bf16"
 
 
 def test_a_model_that_is_exported_has_no_autocast_region(ran: Ran) -> None:

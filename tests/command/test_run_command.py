@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,10 +14,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from forked_python import ForkServer
 from msgspec.structs import replace
+from torch import nn
 
-from autotune_amp.command.agent.real import _SettingReport
+from autotune_amp.command.agent.real import _convert_to_controller, _SettingReport
 from autotune_amp.command.run import command_to_start, start
 from autotune_amp.command.running import INJECTED
 from autotune_amp.core.command_template import CommandTemplate
@@ -231,6 +234,32 @@ def test_models_and_scalers_that_are_made_later_are_set_too(run: Run) -> None:
     assert done.stderr.count("second GradScaler") == 1
 
 
+def test_models_of_an_optimizer_that_was_pickled_are_set_in_the_first_steps(run: Run, tmp_path: Path) -> None:
+    models = nn.Linear(8, 1), nn.Linear(8, 1)
+    optimizers = [torch.optim.SGD(each.parameters()) for each in models]
+    (tmp_path / "state").write_bytes(pickle.dumps((models, optimizers)))
+    done = run("""
+import pickle, torch
+models, optimizers = pickle.load(open("state", "rb"))
+for model, optimizer in zip(models, optimizers):
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    print("forward" in vars(model))
+""")
+    assert (done.returncode, done.stdout) == (0, "True\nTrue\n"), done.stderr
+
+
+def test_records_do_not_grow_while_a_script_makes_its_optimizers_anew(run: Run) -> None:
+    count = """
+import gc
+[recorder] = [each for each in gc.get_objects() if type(each).__name__ == "PassRecorder"]
+print("records", len(recorder.pop_record()["forwards"]))
+"""
+    done = run(LOOP.format(before="", step=f"optimizer = torch.optim.SGD(model.parameters()); {PLAIN}") + count)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] in ("records 0", "records 1")
+
+
 def test_regions_follow_the_controller_down(run: Run) -> None:
     plan = FallbackPlan(precision="fp32", batch_size=16)
     found = recommendation("fp16", fallback=(plan,), loss_scale=LossScale(init_scale=256.0))
@@ -249,6 +278,15 @@ def test_a_scripts_own_scale_and_tf32_flags_stay_as_the_trials_of_a_command_had_
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert (lines[0], lines[1], lines[-1]) == ("PrecisionController True", "torch.float16 2048.0", "cudnn True")
+
+
+def test_a_scripts_own_scale_may_begin_above_our_limit(tmp_path: Path) -> None:
+    found = recommendation("fp16", line=CommandTemplate.of("python train.py"), loss_scale=LossScale())
+    (tmp_path / "recommendation.json").write_text(found.to_json())
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**25, growth_interval=1e3)  # type: ignore[arg-type]
+    path = str(tmp_path / "recommendation.json")
+    assert _convert_to_controller(_SettingReport({}), scaler, path=path, device="cpu") is scaler
+    assert scaler.get_scale() == 2.0**25
 
 
 def test_what_the_command_says_itself_is_not_set_from_outside() -> None:

@@ -271,8 +271,8 @@ class Observer:
         self._pending.append(step)
         follows_evaluation = self._follows_evaluation(index)
         # Module calls are recorded in the first steps only, since that slows training.
-        if self.num_steps == passes.NUM_FULLY_WATCHED and self.gradient_recorder is None:
-            self.passes.unwatch_modules()
+        if self.gradient_recorder is None:
+            self.passes.count_step(optimizer)
         if (
             self.device.type == "cpu"
             or self.num_steps <= passes.NUM_FULLY_WATCHED

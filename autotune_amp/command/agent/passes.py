@@ -15,6 +15,7 @@ from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import Optimizer
 from torch.utils.data import get_worker_info
 
 from .batches import first_tensor, size_of
@@ -24,6 +25,7 @@ from .tokens import TokenCount, count_tokens
 NUM_FULLY_WATCHED = (
     3  # first steps, in which module calls are recorded; then the patch is removed, as it slows training
 )
+_MAX_STEPS_OF_OTHERS = 100  # optimizer steps after which an optimizer without a step is not waited for
 MAX_BACKWARD_WITHOUT_STEP = 512  # assumed larger than any accumulation; then the script seems to update weights itself
 MAX_FORWARDS, MAX_LOSSES = MAX_BACKWARD_WITHOUT_STEP, 8  # the most that are reported for a step
 
@@ -41,6 +43,9 @@ class PassRecorder:
         self.on_outermost: list[Any] = []  # called with each outermost module, before its forward
         self.on_loss: list[Any] = []  # called with each loss, unscaled, before its backward pass
         self._channel = channel
+        self._num_steps = 0
+        self._last_watched = NUM_FULLY_WATCHED  # number of the step after which modules are no longer watched
+        self._unstepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that have taken no step yet
         self._losses: list[Any] = []
         self._is_loss_recorded = False  # whether GradScaler.scale has recorded the loss of the next backward pass
         self._backward_depth = 0
@@ -51,7 +56,7 @@ class PassRecorder:
         self._regions: dict[str, None] = {}
         self._tokens: TokenCount | None = None  # in the inputs of the forwards
         self._watches_modules = False
-        self._call_outermost: Any = None  # the patch of `Module.__call__`
+        self._is_patched = False  # whether `Module.__call__` is patched, also while an outermost module runs
 
     def pop_record(self) -> dict[str, Any]:
         """Return the recorded passes since the last call, and clear the record.
@@ -79,7 +84,7 @@ class PassRecorder:
         self._hook_losses()
         self._channel.after_init(GradScaler, self._report_scaler)
         self._hook_regions()
-        self.watch_modules()
+        self.watch_first_steps()
 
     def _hook_losses(self) -> None:
         scaler_class: Any = GradScaler
@@ -156,12 +161,41 @@ class PassRecorder:
         if region._enabled and torch.is_grad_enabled():
             self._regions[f"{region.device}:{_dtype_name(region.fast_dtype)}"] = None
 
+    def watch_first_steps(self) -> None:
+        """Watch modules in the first steps, and in those after an optimizer is made until it has taken a step: a second
+        model may train after the first. `count_step` must be called after each step.
+        """
+        self.watch_modules()
+        optimizer_class: Any = Optimizer
+        original, watch_again = optimizer_class.__init__, self._channel.shield(self._watch_again)
+
+        @functools.wraps(original)
+        def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            watch_again(optimizer)
+
+        optimizer_class.__init__ = __init__
+
+    def _watch_again(self, optimizer: Any) -> None:
+        self._unstepped.add(optimizer)
+        self._last_watched = self._num_steps + NUM_FULLY_WATCHED
+        self.watch_modules()
+
+    def count_step(self, optimizer: Any) -> None:
+        """Count a step of an optimizer, and stop watching modules if it is the last of the first steps."""
+        self._num_steps += 1
+        self._unstepped.discard(optimizer)
+        num_more = self._num_steps - self._last_watched
+        if num_more >= 0 and (not self._unstepped or num_more == _MAX_STEPS_OF_OTHERS):
+            self.unwatch_modules()
+
     def watch_modules(self) -> None:
         """Patch Module.__call__, only while no module runs: then torch.compile never traces the patch inside of one."""
         module_class: Any = torch.nn.Module
         self._watches_modules = True
-        if module_class.__call__ is self._call_outermost:  # not removed since an earlier `unwatch_modules`
+        if self._is_patched:
             return
+        self._is_patched = True
         original = module_class.__call__
         record_forward = self._channel.shield(self._record_forward)
 
@@ -176,10 +210,11 @@ class PassRecorder:
                     record_forward(module, args, kwargs)
                 return original(module, *args, **kwargs)
             finally:
-                if self._watches_modules:
+                self._is_patched = self._watches_modules
+                if self._is_patched:
                     module_class.__call__ = call_outermost
 
-        module_class.__call__ = self._call_outermost = call_outermost
+        module_class.__call__ = call_outermost
 
     def unwatch_modules(self) -> None:
         """Stop watching modules; the patch is removed at the next call."""

@@ -7,11 +7,10 @@ import functools
 import os
 import sys
 import traceback
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import where
 from .imports import after_import
@@ -20,7 +19,6 @@ from .outside.hooks import SettingHooks
 from .passes import NUM_FULLY_WATCHED, PassRecorder
 
 _SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-_MAX_STEPS_OF_OTHERS = 100  # optimizer steps after which an optimizer without a step is not waited for
 _FIELD_NAMES = {"batch_size": "batch size", "accumulation_steps": "accumulation"}
 
 
@@ -38,35 +36,20 @@ def install(settings: dict[str, Any]) -> None:
     setting_hooks = SettingHooks(
         report, passes, settings["outside"], functools.partial(_convert_to_controller, report, **settings["controller"])
     )
+    passes.on_outermost.append(lambda _: passes.pop_record())  # nobody reads it here
     setting_hooks.install()
     deepspeed_engine.tell_skips(report.shield)
     if "precision" in setting_hooks.values:
-        passes.watch_modules()
-
-    num_steps = last_watched = 0
-    unstepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that have taken no step yet
-    optimizer_class: Any = Optimizer
-    make_optimizer = optimizer_class.__init__
-
-    @functools.wraps(make_optimizer)
-    def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal last_watched
-        make_optimizer(optimizer, *args, **kwargs)
-        unstepped.add(optimizer)
-        last_watched = num_steps + NUM_FULLY_WATCHED  # not earlier: a second model may train after the first
-        if "precision" in setting_hooks.values:
-            passes.watch_modules()
+        passes.watch_first_steps()
+    num_steps = 0
 
     def count_step(optimizer: Any, *_: Any) -> None:
         nonlocal num_steps
         num_steps += 1
-        unstepped.discard(optimizer)
         if num_steps == NUM_FULLY_WATCHED:
             report.print_once()
-        if num_steps >= last_watched and (not unstepped or num_steps == last_watched + _MAX_STEPS_OF_OTHERS):
-            passes.unwatch_modules()
+        passes.count_step(optimizer)
 
-    optimizer_class.__init__ = __init__
     hooks = [register_optimizer_step_post_hook(count_step)]
 
     def exclude_hook_from_graphs(dynamo: Any) -> None:  # else a compiled `optimizer.step` would trace the hook
@@ -174,7 +157,9 @@ def _convert_to_controller(report: _SettingReport, scaler: Any, *, path: str, de
         config = recommendation.training_config
         if recommendation.command_template is not None and config.loss_scale is not None and scaler.is_enabled():
             own = {name: attributes[f"_{name}"] for name in _SCALER_ARGUMENTS}  # as in the trials
-            config = msgspec.structs.replace(config, loss_scale=LossScale(**own))
+            own["growth_interval"] = int(own["growth_interval"])
+            max_scale = max(LossScale().max_scale, own["init_scale"])
+            config = msgspec.structs.replace(config, loss_scale=LossScale(**own, max_scale=max_scale))
         scaler.__dict__.clear()
         scaler.__class__ = PrecisionController
         PrecisionController.__init__(scaler, config, device)

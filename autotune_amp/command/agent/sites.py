@@ -46,9 +46,11 @@ def watch(channel: Channel, observer: Any) -> None:
         values = {name: getattr(trainer.args, name, None) for name in _TRAINING_ARGUMENTS}
         reporter.report("training_arguments", trainer.args, values)
 
-    def hook_transformers(module: Any) -> None:
+    def hook_training_arguments(module: Any) -> None:
         # Subclasses such as Seq2SeqTrainingArguments have a constructor of their own, which calls this method only.
         reporter.record_calls(module.TrainingArguments, "__post_init__")
+
+    def hook_transformers(module: Any) -> None:
         train = module.Trainer.train
 
         @functools.wraps(train)
@@ -80,6 +82,7 @@ def watch(channel: Channel, observer: Any) -> None:
             },
         )
 
+    after_import("transformers.training_args", hook_training_arguments)  # a script may import Trainer later
     after_import("transformers.trainer", hook_transformers)
     after_import("accelerate.accelerator", hook_accelerate)
     after_import("lightning.pytorch.trainer.trainer", hook_lightning)

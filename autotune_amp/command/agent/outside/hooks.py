@@ -8,6 +8,7 @@ the end of the outermost region clears.
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from typing import Any
@@ -206,36 +207,47 @@ class SettingHooks:
         is_compiled = module.__dict__.get("_compiled_call_impl") is not None
         # Around compiled code, not inside, where dynamo would trace the region.
         name = "_compiled_call_impl" if is_compiled else "forward"
-        if hasattr(getattr(module, name), "_autotune_amp_wraps"):
+        if isinstance(getattr(module, name), _ForwardInAutocast):
             return
         self._is_in_forward = True
         self.report_set("precision", f"the forward of {type(module).__name__}", None, self.values["precision"])
-        object.__setattr__(module, name, _in_autocast(self, getattr(module, name), device))
+        object.__setattr__(module, name, _ForwardInAutocast(self, module, getattr(module, name), device))
 
 
-def _in_autocast(hooks: SettingHooks, forward: Any, device: str) -> Any:
-    """Return the forward of a module in an autocast region, with outputs in fp32. A trace or an export of it is as the
-    script wrote it. A bound method stays one: a deep copy of the module gets its own, a pickled module the original.
+class _ForwardInAutocast:
+    """Forward of a module in an autocast region, with outputs in fp32. A trace or an export of the module is as the
+    script wrote it, and so is the pickled module. A deep copy of the module gets its own wrapper.
     """
-    is_method = isinstance(forward, types.MethodType)
-    original = forward.__func__ if is_method else forward
 
-    @functools.wraps(original)
-    def forward_in_autocast(*args: Any, **kwargs: Any) -> Any:
-        dtype = hooks._target_dtype()
+    def __init__(self, hooks: SettingHooks, module: Any, forward: Any, device: str) -> None:
+        # torch.export reads `__code__`.
+        functools.update_wrapper(self, forward, (*functools.WRAPPER_ASSIGNMENTS, "__code__"))
+        self._hooks = hooks
+        self._module = module
+        self._forward = forward
+        self._device = device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hooks, dtype = self._hooks, self._hooks._target_dtype()
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if dtype in (..., None) or is_traced or torch.compiler.is_exporting():
-            return original(*args, **kwargs)
+            return self._forward(*args, **kwargs)
         hooks._num_forwards += 1
         try:
-            with autocast(device, dtype=dtype):
-                output = original(*args, **kwargs)
+            with autocast(self._device, dtype=dtype):
+                output = self._forward(*args, **kwargs)
         finally:
             hooks._num_forwards -= 1
         return in_fp32(output)
 
-    forward_in_autocast._autotune_amp_wraps = True  # type: ignore[attr-defined]
-    return types.MethodType(forward_in_autocast, forward.__self__) if is_method else forward_in_autocast
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._module))
+        if copied is None or not isinstance(self._forward, types.MethodType):
+            return self
+        return _ForwardInAutocast(self._hooks, copied, types.MethodType(self._forward.__func__, copied), self._device)
+
+    def __reduce__(self) -> Any:
+        return copy.copy, (self._forward,)
 
 
 def _set_saved_batch_size(loader: Any, size: int) -> None:
