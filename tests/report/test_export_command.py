@@ -96,6 +96,22 @@ def test_the_training_job_of_slurm_has_a_folder_in_place_of_that_of_a_trial(
     )
 
 
+def test_the_jobs_of_slurm_say_which_values_a_settings_file_lacks(
+    saved: Recommendation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, file = Path("studies/latest/recommendation.json"), Path("c.yaml")
+    for text, is_ready in (("out: {trial_dir}\nbs: {batch_size=4}\n", False), ("out: {trial_dir=mine}\n", True)):
+        file.write_text(text)
+        found = replace(saved, command_template=CommandTemplate.of("python t.py --cfg c.yaml", files=["c.yaml"]))
+        found.save(path)
+        assert run(["export", "--to", "slurm"]) == 0
+        assert (
+            any("c.yaml replace {trial_dir}" in each for each in capsys.readouterr().out.splitlines()) is not is_ready
+        )
+    _, _, files, _ = command_to_start(["python", "t.py", "--cfg", "c.yaml"], found, path)
+    assert files == {"studies/latest/c.yaml": "out: mine\n"}
+
+
 @pytest.mark.usefixtures("saved")
 def test_export_writes_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["export", "--to", "accelerate", "--out", "loop.py"]) == 0
