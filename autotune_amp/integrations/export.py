@@ -122,7 +122,9 @@ def accelerate_file(setting: ExportSource) -> Export:
     script.comments[:0] = [
         f"The script has to make its accelerator with {_ACCELERATOR}, which sets the precision itself.",
         *notes,
-        "accelerate launch --config_file THIS_FILE SCRIPT.py",
+        f"torchrun --nproc_per_node {setting.num_ranks} SCRIPT.py; on a CPU `accelerate launch` starts one process"
+        if setting.needs_torchrun
+        else "accelerate launch --config_file THIS_FILE SCRIPT.py",
     ]
     # JSON values are YAML values too; without quotes, YAML reads ``NO`` as false.
     script.lines += [f"{name}: {json.dumps(value)}" for name, value in launch_config.items()]
@@ -175,13 +177,19 @@ class ExportSource:
     has_own_scaler: bool = False
     num_ranks: int = 1
 
+    @property
+    def needs_torchrun(self) -> bool:
+        """Whether ``accelerate launch`` would start one process in place of several, as it does on a CPU."""
+        return self.num_ranks > 1 and self.device_type == "cpu"
+
     def rank_comments(self, target: str) -> list[str]:
         """Return a comment on the number of processes that trained together and how to start them, if there are
         several.
         """
         if self.num_ranks == 1:
             return []
-        start = _STARTS_OF_RANKS.get(target, "").format(self.num_ranks)
+        launched = "transformers" if target == "accelerate" and self.needs_torchrun else target
+        start = _STARTS_OF_RANKS.get(launched, "").format(self.num_ranks)
         return [f"Measured on {self.num_ranks} processes, each with batches of this size{start}."]
 
     def loss_division_comments(self, framework: str) -> list[str]:

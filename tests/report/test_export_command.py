@@ -74,6 +74,10 @@ def test_a_recommendation_of_eight_ranks_is_exported_for_as_many(
     assert all("of all 8 ranks" in text and "8 processes" in text for text in texts.values())
     assert "batch_size=8)" in texts["torch l.py"]
     assert 'FallbackPlan(precision="fp32", batch_size=4)' in texts["accelerate l.py"]
+    for script in ("accelerate l.py", "accelerate a.yaml"):  # on a CPU `accelerate launch` starts one
+        assert "torchrun --nproc_per_node 8" in texts[script]
+        assert "# accelerate launch" not in texts[script]
+        assert "accelerate launch --num" not in texts[script]
     assert "num_processes: 8\n" in texts["accelerate a.yaml"]
     assert 'distributed_type: "MULTI_CPU"\n' in texts["accelerate a.yaml"]
     assert '"train_micro_batch_size_per_gpu": 8' in texts["deepspeed d.json"]
