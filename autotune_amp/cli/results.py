@@ -194,4 +194,13 @@ def _slurm_jobs(recommendation: Recommendation, study: Path, origin: str) -> Exp
     searching = trained and [*arguments, *trained]
     training = None if template is None else template.for_training()
     on_ray = template is None and options.can_use_ray
-    return slurm(searching, training, name=study.name, study=study.as_posix(), origin=origin, can_use_ray=on_ray)
+    unfilled = () if template is None else template.unfilled_in_files()
+    return slurm(
+        searching,
+        training,
+        name=study.name,
+        study=study.as_posix(),
+        origin=origin,
+        unfilled_in_files=unfilled,
+        can_use_ray=on_ray,
+    )

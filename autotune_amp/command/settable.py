@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -51,7 +51,7 @@ def unsettable(line: CommandTemplate, rank: Rank) -> dict[str, str]:
         )
     accumulating = {switch.owner for switch in rank.switches if "accumulation_steps" in switch.arguments}
     if "accumulation_steps" not in placeholders and accumulating == {"Accelerator.accumulate"}:
-        flag = next((word for word in line.arguments if _ACCUMULATION_FLAG.match(word)), None)
+        flag = next((word for word in _script_arguments(line.arguments) if _ACCUMULATION_FLAG.match(word)), None)
         if flag is not None:  # as in Transformers' examples, whose number of steps also depends on it
             reasons["accumulation_steps"] = f"the script itself reads {flag}, and it has no {{accumulation_steps}}"
     if "batch_size" not in placeholders and "batch_size" not in in_framework:
@@ -61,6 +61,15 @@ def unsettable(line: CommandTemplate, rank: Rank) -> dict[str, str]:
             reason = "no DataLoader was seen" if loader is None else own_sampler
             reasons["batch_size"] = f"the command has no {{batch_size}}, and {reason}"
     return reasons
+
+
+def _script_arguments(arguments: Sequence[str]) -> Sequence[str]:
+    """Return the arguments of a command from its script or module on, without those of a launcher before it; all if
+    there is neither.
+    """
+    scripts = [number for number, word in enumerate(arguments) if word.endswith(".py")]
+    modules = [number for number, word in enumerate(arguments) if word in ("-m", "--module")]
+    return arguments[(scripts or modules or [0])[0] :]
 
 
 def left_to_script(config: AmpConfig, handled: Collection[str] = ()) -> list[str]:

@@ -212,6 +212,20 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
 
         return tuple(_BRACES.sub(fill, argument) for argument in self.arguments)
 
+    def unfilled_in_files(self) -> list[tuple[str, str]]:
+        """Return the names of the placeholders of a trial without a present value that settings files have, each with
+        its file: only their user can give them a value for a training run.
+        """
+        parts = {
+            file: msgspec.structs.replace(self, arguments=(), files={file: text}) for file, text in self.files.items()
+        }
+        return [
+            (name, file)
+            for file, part in parts.items()
+            for name in part.placeholders
+            if name in TRIAL_PLACEHOLDERS and self.today(name) is None
+        ]
+
     def plan_line(self) -> str:
         """Return a line for the user on what a search can set, as far as that is known without running the command."""
         own = [f"{name.lstrip('!')} {' or '.join(values)}" for name, values in self.argument_values.items()]

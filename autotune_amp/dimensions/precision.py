@@ -52,7 +52,8 @@ class _Precision(Dimension[Precision]):
 
 
 class _AsFound(Dimension[bool]):
-    """Whether the caller's own flags and autocast are kept, which is True only for the baseline.
+    """Whether the caller's own flags and autocast are kept. Of the settings that are measured, it is True only for the
+    baseline; of the configs to train with, also for those of commands, which keep the script's own TF32 flags.
 
     The baseline has the fidelity of the precision that its flags amount to (`ranking.check_key`).
     """

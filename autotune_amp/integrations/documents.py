@@ -16,7 +16,8 @@ def accelerate_config(config: AmpConfig, device_type: str = "cuda", num_processe
 
     It has the precision, the device and the number of processes; Accelerate refuses other keys. The precision is
     ``"no"`` (fp32) if modules are pinned or for fp16 on a CPU, which a plain Accelerator cannot train. For fp8 it is
-    the bf16 of the other layers; ``prepare`` sets up the fp8 layers, and compiles.
+    the bf16 of the other layers; ``prepare`` sets up the fp8 layers, and compiles. On a CPU Accelerate itself starts
+    one process: several are started by torchrun or mpirun.
     """
     is_cast = config.precision in AUTOCAST_DTYPES and (device_type, config.precision) != ("cpu", "fp16")
     is_multi = num_processes > 1

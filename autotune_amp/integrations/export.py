@@ -122,7 +122,9 @@ def accelerate_file(setting: ExportSource) -> Export:
     script.comments[:0] = [
         f"The script has to make its accelerator with {_ACCELERATOR}, which sets the precision itself.",
         *notes,
-        "accelerate launch --config_file THIS_FILE SCRIPT.py",
+        f"torchrun --nproc_per_node {setting.num_ranks} SCRIPT.py; on a CPU `accelerate launch` starts one process"
+        if setting.needs_torchrun
+        else "accelerate launch --config_file THIS_FILE SCRIPT.py",
     ]
     # JSON values are YAML values too; without quotes, YAML reads ``NO`` as false.
     script.lines += [f"{name}: {json.dumps(value)}" for name, value in launch_config.items()]
@@ -175,13 +177,19 @@ class ExportSource:
     has_own_scaler: bool = False
     num_ranks: int = 1
 
+    @property
+    def needs_torchrun(self) -> bool:
+        """Whether ``accelerate launch`` would start one process in place of several, as it does on a CPU."""
+        return self.num_ranks > 1 and self.device_type == "cpu"
+
     def rank_comments(self, target: str) -> list[str]:
         """Return a comment on the number of processes that trained together and how to start them, if there are
         several.
         """
         if self.num_ranks == 1:
             return []
-        start = _STARTS_OF_RANKS.get(target, "").format(self.num_ranks)
+        launched = "transformers" if target == "accelerate" and self.needs_torchrun else target
+        start = _STARTS_OF_RANKS.get(launched, "").format(self.num_ranks)
         return [f"Measured on {self.num_ranks} processes, each with batches of this size{start}."]
 
     def loss_division_comments(self, framework: str) -> list[str]:
@@ -206,7 +214,7 @@ class ExportedScript:
         self.comments: list[str] = []
         self.lines: list[str] = []
         self.imports: set[str] = set()
-        self.handled = {"environment", "arguments"}  # names of fields that need no comment
+        self.handled = {"environment", "arguments", "as_found"}  # names of fields that need no comment
         self.missing: list[str] = []
         self._target_label, self._alternative = target_label, alternative
         for dimension in DIMENSIONS:
@@ -216,7 +224,7 @@ class ExportedScript:
                 self.lines += lines
                 if any("torch." in line.partition("#")[0] for line in lines):
                     self.imports.add("import torch")
-        self.comments += argument_comments(setting.config)
+        self.comments += measured_comments(setting.config)
         self.comments += setting.rank_comments(target)
         if setting.has_own_scaler and setting.config.loss_scale is not None:
             self.comments.append(_OWN_SCALER)
@@ -261,9 +269,12 @@ class ExportedScript:
         self.lines += [LOADER_COMMENT, loader_line(self.setting.config)]
 
 
-def argument_comments(config: AmpConfig) -> list[str]:
-    """Return a comment with the arguments of the training command that the config was measured with, or nothing."""
-    return [f"Measured with these arguments of the command: {config.labelled(['arguments'])}."] * bool(config.arguments)
+def measured_comments(config: AmpConfig) -> list[str]:
+    """Return comments on the arguments of the training command and the TF32 flags that the config was measured with, as
+    far as they are the user's own.
+    """
+    arguments = f"Measured with these arguments of the command: {config.labelled(['arguments'])}."
+    return [*[arguments] * bool(config.arguments), *[UNCHANGED_FLAGS] * config.as_found]
 
 
 def unexpressed_fields(config: AmpConfig, handled: Collection[str]) -> list[str]:
@@ -342,13 +353,11 @@ def torch(setting: ExportSource) -> str:
         )
         script.add_prepared(_source(msgspec.structs.replace(bare, **missing)))
     steps = config.accumulation_steps
-    script.handled |= {"precision", "as_found", "accumulation_steps", "loss_scale"}
+    script.handled |= {"precision", "accumulation_steps", "loss_scale"}
     dtype = AUTOCAST_DTYPES.get(config.precision)
     if dtype is not None or (setting.device_type == "cuda" and not config.as_found):
         script.imports.add("import torch")
-    if config.as_found:
-        script.comments.append(UNCHANGED_FLAGS)
-    elif setting.device_type == "cuda":  # TF32 flags matter only there
+    if setting.device_type == "cuda" and not config.as_found:  # TF32 flags matter only there
         script.lines += strict_flag_lines(config.precision)
     script.add_loader()
     forward = [f"loss = {LOSS if steps == 1 else pass_loss(setting.loss, 'len(window)', '')}"]
@@ -437,7 +446,7 @@ def transformers(setting: ExportSource) -> str:
 def env(setting: ExportSource) -> str:
     """Return ``export`` lines for the shell that starts the training run, with a comment on the other settings."""
     script = ExportedScript(setting, "env", "The shell", "the script that another --to prints")
-    script.comments[:] = argument_comments(setting.config)
+    script.comments[:] = measured_comments(setting.config)
     script.lines = export_lines(setting.config) or ["# The config sets no environment variables."]
     return script.source()
 
@@ -449,14 +458,12 @@ def deepspeed_notes(setting: ExportSource) -> list[str]:
         name = config.autocast_precision
         storage = f"DeepSpeed's {name} keeps the weights in {name} with an fp32 copy"
         notes.append(f"{storage}; the search measured autocast over fp32 weights.")
-    if config.as_found:
-        notes.append(UNCHANGED_FLAGS)
-    elif config.precision == "tf32":
+    if config.precision == "tf32" and not config.as_found:
         notes.append('TF32 has no key: call torch.set_float32_matmul_precision("high") in the script.')
     if config.loss_scale is not None:
         measured = f"DeepSpeed rounds the measured {_source_in_line(config.loss_scale)}, and has no upper bound."
         notes.append(_OWN_SCALER if setting.has_own_scaler else measured)
-    notes += argument_comments(config)
+    notes += measured_comments(config)
     handled = {"batch_size", "accumulation_steps", "loss_scale", "as_found", "arguments"}
     if config.precision != "fp8":
         handled.add("precision")

@@ -61,6 +61,7 @@ def slurm(
     name: str,
     study: str,
     origin: str,
+    unfilled_in_files: Sequence[tuple[str, str]] = (),
     can_use_ray: bool = False,
 ) -> Export:
     """Return a shell script that submits the jobs, as an export.
@@ -71,6 +72,7 @@ def slurm(
     name: the training job's name; the search job's ends in "-search".
     study: the folder in which the search saves its recommendation, for `autotune-amp run`.
     origin: a line on the recommendation that is exported, for the script's first comment.
+    unfilled_in_files: names of placeholders that the training run needs a value for, each with its settings file.
     can_use_ray: the search runs on all nodes of its job, if there are several.
     """
     training_command = shell_line(training or _TRAINING)
@@ -87,6 +89,10 @@ def slurm(
         lines.append(f"# Replace {training_command} with your training command.")
     elif (folder := EXAMPLE_VALUES["trial_dir"]) in training_command:
         lines.append(f"# Replace {folder} with the folder that your training run writes.")
+    lines += [
+        f"# In {file} replace {{{name}}} by {{{name}=VALUE}}, with the value for your training run."
+        for name, file in unfilled_in_files
+    ]
     if searching is not None:
         lines.append("# The search's --storage is left out, since it may hold a password: add it yourself.")
     lines += ["set -euo pipefail", ""]

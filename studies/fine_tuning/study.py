@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from msgspec import convert
+from msgspec.structs import replace
 
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.config import AmpConfig, training_arguments
@@ -88,9 +89,10 @@ def by_hand(cell: str, folder: Path, document: dict, device: str) -> list[dict]:
 def arguments(cell: str, document: dict, config: dict, device: str) -> list[str]:
     """Return what by_hand.py runs for a setting: the searched command, or for a Workload the same Trainer's script."""
     way, form = cell.split("_")
-    flags = [
-        word for name, value in training_arguments(convert(config, AmpConfig)).items() for word in flag(name, value)
-    ]
+    setting = convert(config, AmpConfig)
+    if way != "workload" and setting.precision != "tf32":  # a command's trials keep its own TF32 flags
+        setting = replace(setting, as_found=True)
+    flags = [word for name, value in training_arguments(setting).items() for word in flag(name, value)]
     if way == "workload":
         return [*shlex.split(TRAINER.format(form=form))[1:], *flags, *(["--use_cpu"] if device == "cpu" else [])]
     line = convert(document["launch_line"], CommandTemplate)

@@ -478,6 +478,33 @@ def test_a_batch_size_that_is_set_from_outside_without_effect_is_left_out(tmp_pa
     assert isinstance(backend.submit(trial(Setting(precision="bf16", batch_size=8))).result(), Measurement)
 
 
+OWN_ACCUMULATION = """
+import accelerate, torch
+accelerator = accelerate.Accelerator(cpu=True)
+accelerator.gradient_accumulation_steps = 1  # whatever is asked for
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(torch.randn(4096, 4), 8, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_an_accumulation_that_is_set_from_outside_without_effect_leaves_the_batch_size(
+    tmp_path: Path, local: LocalBackend
+) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "train.py").write_text(OWN_ACCUMULATION)
+    _, found = described([sys.executable, str(tmp_path / "train.py")], local)
+    assert isinstance(found, Description), found
+    assert found.unsettable.keys() & {"batch_size", "accumulation_steps", "bf16"} == {"accumulation_steps"}
+
+
 @pytest.mark.parametrize(
     ("command", "named"),
     [

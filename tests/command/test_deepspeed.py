@@ -312,9 +312,11 @@ def test_numbers_in_the_config_of_accelerates_plugin_are_set(precision: str) -> 
     hooks._hook_deepspeed_plugin(SimpleNamespace(DeepSpeedPlugin=OwnPlugin))
     hooks._hook_accelerator(SimpleNamespace(Accelerator=OwnAccelerator))
     own = {"enabled": True}
-    plugin = OwnPlugin({"gradient_accumulation_steps": 1, "fp16": own, "bf16": {"enabled": False}})
+    sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8}
+    plugin = OwnPlugin({"gradient_accumulation_steps": 1, **sizes, "fp16": own, "bf16": {"enabled": False}})
     accelerator = OwnAccelerator(plugin)
     accelerator.accumulate()
+    assert plugin.config["train_micro_batch_size_per_gpu"] * 3 == plugin.config.get("train_batch_size", 24)
     assert accelerator.gradient_accumulation_steps == 3
     assert [plugin.config[name]["enabled"] for name in ("fp16", "bf16")] == [False, precision == "bf16"]
 

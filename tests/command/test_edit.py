@@ -346,6 +346,12 @@ def test_a_region(call: str, values: dict[str, Any], precision: str, after: str)
         ("torch.autocast('cuda', dtype=torch.bfloat16)", "bf16", False),
         ("torch.autocast('cuda', enabled=False)", "bf16", False),
         ("torch.autocast('cuda', dtype=dtype)", "bf16", False),  # perhaps edited with the training's
+        ("torch.cuda.amp.autocast(False)", "bf16", False),
+        ("torch.cuda.amp.autocast(True, torch.bfloat16)", "bf16", False),
+        ("torch.cuda.amp.autocast(use_amp, torch.bfloat16)", "bf16", False),
+        ("torch.cuda.amp.autocast(True)", "bf16", True),
+        ("torch.cuda.amp.autocast(use_amp)", "fp32", False),
+        ("autocast(False)", "bf16", False),  # imported from torch.cuda.amp
         ("torch.autocast('cuda')", "fp32", True),
         ("torch.autocast('cuda', enabled=args.amp)", "fp32", False),
     ],

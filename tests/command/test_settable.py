@@ -110,6 +110,9 @@ def test_what_cannot_be_set(command: str, about: dict[str, Any], expected: set[s
         ("t --gradient_accumulation_steps 4", "Accelerator.accumulate", False),
         ("t --gradient_accumulation_steps {accumulation_steps=4}", "Accelerator.accumulate", True),
         ("t --steps 4", "Accelerator.accumulate", True),
+        ("accelerate launch --gradient_accumulation_steps 4 t.py --lr 1", "Accelerator.accumulate", True),
+        ("accelerate launch --gradient_accumulation_steps 4 -m pkg.t", "Accelerator.accumulate", True),
+        ("accelerate launch --cpu t.py --gradient_accumulation_steps=4", "Accelerator.accumulate", False),
         ("t --gradient_accumulation_steps 4", "TrainingArguments", True),
     ],
 )

@@ -323,6 +323,13 @@ def test_tf32_is_asked_for_and_the_flags_that_were_found_are_left_alone() -> Non
 
 
 @pytest.mark.parametrize("target", TEXTS)
+def test_no_text_lacks_the_flags_that_were_found(target: str) -> None:
+    text = everything(AmpConfig(precision="bf16", batch_size=4, as_found=True), target)
+    assert "they are kept" in text
+    assert not re.search(r"cannot express [^:]*as_found", text)
+
+
+@pytest.mark.parametrize("target", TEXTS)
 def test_of_fp8_every_text_says_who_makes_its_layers_and_what_is_around_them(target: str) -> None:
     text = everything(AmpConfig(precision="fp8", batch_size=4, compile="default", fallback=["bf16", "fp32"]), target)
     assert re.search("precision=.fp8", text)

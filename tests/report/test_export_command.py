@@ -74,6 +74,10 @@ def test_a_recommendation_of_eight_ranks_is_exported_for_as_many(
     assert all("of all 8 ranks" in text and "8 processes" in text for text in texts.values())
     assert "batch_size=8)" in texts["torch l.py"]
     assert 'FallbackPlan(precision="fp32", batch_size=4)' in texts["accelerate l.py"]
+    for script in ("accelerate l.py", "accelerate a.yaml"):  # on a CPU `accelerate launch` starts one
+        assert "torchrun --nproc_per_node 8" in texts[script]
+        assert "# accelerate launch" not in texts[script]
+        assert "accelerate launch --num" not in texts[script]
     assert "num_processes: 8\n" in texts["accelerate a.yaml"]
     assert 'distributed_type: "MULTI_CPU"\n' in texts["accelerate a.yaml"]
     assert '"train_micro_batch_size_per_gpu": 8' in texts["deepspeed d.json"]
@@ -94,6 +98,22 @@ def test_the_training_job_of_slurm_has_a_folder_in_place_of_that_of_a_trial(
     assert command_to_start(command, found, path).arguments == tuple(
         shlex.split("torchrun --master_port 29500 t.py --out OUTPUT_DIR/x --x '{port} ${port}' --bs 64")
     )
+
+
+def test_the_jobs_of_slurm_say_which_values_a_settings_file_lacks(
+    saved: Recommendation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, file = Path("studies/latest/recommendation.json"), Path("c.yaml")
+    for text, is_ready in (("out: {trial_dir}\nbs: {batch_size=4}\n", False), ("out: {trial_dir=mine}\n", True)):
+        file.write_text(text)
+        found = replace(saved, command_template=CommandTemplate.of("python t.py --cfg c.yaml", files=["c.yaml"]))
+        found.save(path)
+        assert run(["export", "--to", "slurm"]) == 0
+        assert (
+            any("c.yaml replace {trial_dir}" in each for each in capsys.readouterr().out.splitlines()) is not is_ready
+        )
+    _, _, files, _ = command_to_start(["python", "t.py", "--cfg", "c.yaml"], found, path)
+    assert files == {"studies/latest/c.yaml": "out: mine\n"}
 
 
 @pytest.mark.usefixtures("saved")

@@ -266,8 +266,9 @@ class _Editor:
         default = "bfloat16" if self.facts.device == "cpu" else "float16"
         for script in self.scripts.values() if sites and self._framework is None else ():
             for call in script.calls_of("autocast"):
-                given = script.argument_value(call, "dtype", _REGION_PARAMETERS)
-                enabled = script.argument_value(call, "enabled", _REGION_PARAMETERS)
+                parameters = _region_parameters(script, call)
+                given = script.argument_value(call, "dtype", parameters)
+                enabled = script.argument_value(call, "enabled", parameters)
                 is_always_on = enabled is None or (isinstance(enabled, ast.Constant) and enabled.value is True)
                 own_dtype = default if given is None else given.attr if isinstance(given, ast.Attribute) else dtype
                 is_off = isinstance(enabled, ast.Constant) and not enabled.value
@@ -412,6 +413,17 @@ class _Editor:
         if isinstance(change, list) and value.startswith("torch."):
             change += script.import_torch()
         return manual, change
+
+
+def _region_parameters(script: Script, call: ast.Call) -> tuple[str, ...]:
+    """Return the names of the positional arguments of an autocast call: `torch.cuda.amp.autocast` and that of
+    `torch.cpu.amp` begin with `enabled`.
+    """
+    first = call.args[0] if call.args else None
+    is_enabled_first = isinstance(first, ast.Constant) and not isinstance(first.value, str)
+    if is_enabled_first or script.source(call.func).endswith(("cuda.amp.autocast", "cpu.amp.autocast")):
+        return ("enabled", "dtype", "cache_enabled")
+    return _REGION_PARAMETERS
 
 
 def _settings_file(arguments: Sequence[str]) -> str | None:

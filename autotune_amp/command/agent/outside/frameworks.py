@@ -192,6 +192,8 @@ class FrameworkHooks:
             plugin = accelerator.state.deepspeed_plugin
             if plugin is not None and "accumulation_steps" in self._values:  # a number there would replace it
                 plugin.deepspeed_config["gradient_accumulation_steps"] = self._values["accumulation_steps"]
+                if "train_micro_batch_size_per_gpu" in plugin.deepspeed_config:
+                    plugin.deepspeed_config.pop("train_batch_size", None)  # DeepSpeed computes the product
             today = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
             self._report_switch("Accelerator", {"precision": "mixed_precision"}, {"precision": today})
 
