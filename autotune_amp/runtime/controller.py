@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from autotune_amp.command.agent.tokens import count_tokens
 from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.documents import Whole
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import MeasuredFlops
 from autotune_amp.core.precisions import Precision
@@ -556,8 +557,16 @@ class PrecisionController(torch.amp.GradScaler):
         return self._executor.status()
 
     def epoch(self, number: int) -> None:
-        """Set the number of the epoch that begins, for `status`, the run log and the sinks."""
-        self._metrics.epoch = number
+        """Set the number of the epoch that begins, for `status`, the run log and the sinks.
+
+        Raises `InvalidRequestError` for anything but a whole number from 0.
+        """
+        try:
+            self._metrics.epoch = msgspec.convert(operator.index(number), Whole)
+        except (TypeError, msgspec.ValidationError) as error:
+            raise InvalidRequestError(
+                f"The epoch is {number!r}; it must be a whole number from 0.", "Call controller.epoch(int(epoch))."
+            ) from error
 
     def reset_stats(self) -> None:
         """Restart the counts of `status`; the run log and the sinks keep counting."""
