@@ -181,8 +181,7 @@ class PrecisionController(torch.amp.GradScaler):
             outputs = list(outputs)
         losses = [outputs] if isinstance(outputs, Tensor) else list(filter(torch.is_tensor, tree_leaves(outputs)))
         if losses:
-            if self._scale is None:
-                self._scaler.place(losses[0].device, self._scaler.target, self._rule.growth_tracker)
+            self._scaler.follow(losses[0])
             self._check.see_losses(losses, self._scale.device)
         scaled = super().scale(outputs) if self._scaler.is_scaling else outputs
         for loss in tree_leaves(scaled) if self._watches_backward else ():
