@@ -101,8 +101,9 @@ class AutotunePrecision(Precision):
     CPU is bf16 without a scaler. A checkpoint holds the controller's state and resumes in its precision.
 
     With automatic optimization failing steps are diagnosed by running ``training_step`` again on the latest batch,
-    without logging or updating torchmetrics. With manual optimization there is no diagnosis: the next precision is
-    tried, and ``optimizer.step()`` returns true if it stepped. Lightning steps schedulers for skipped steps too.
+    without logging or updating torchmetrics. With manual optimization, and if ``training_step`` takes the
+    ``dataloader_iter``, there is no diagnosis: the next precision is tried. With manual optimization
+    ``optimizer.step()`` returns true if it stepped. Lightning steps schedulers for skipped steps too.
 
     If a fallback of the config was measured with another batch size or accumulation, which a DataLoader cannot change
     to, `fit` raises `DemotedError` with the config to start again with, as it always does with
@@ -168,8 +169,10 @@ class AutotunePrecision(Precision):
         self._window = AccumulationWindow(self._controller)
         # Not by a callback: a learning rate finder replaces the Trainer's.
         vars(module.trainer.strategy)["training_step"] = self._run_step
-        # A training_step that takes the steps itself cannot be rerun.
-        self._controller.attach(model, self._recompute_loss if module.automatic_optimization else None)
+        # A training_step that takes the steps itself, or its batches from the loader, cannot be rerun.
+        draws_batches = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+        can_rerun = module.automatic_optimization and not draws_batches
+        self._controller.attach(model, self._recompute_loss if can_rerun else None)
         if saved_state is not None:
             self.load_state_dict(saved_state)
         return model, optimizers, lr_schedulers

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
+import torch
 
 from autotune_amp.core.documents import Share, Whole
 from autotune_amp.core.errors import FormatError
@@ -187,5 +188,5 @@ def restore(executor: Executor, window: UpdateWindow, saved: ValidatedState | No
     window.loss = counters.loss
     executor.apply()
     scaler.reader.restore(counters.waiting)
-    if counters.waiting:  # the device's scale was this far ahead of the host's
-        scaler.place(executor.ranks.device, rule.bounded(scale), plain.growth_tracker)
+    if counters.waiting:  # the device's scale was this far ahead of the host's; the first loss tells the device
+        scaler.place(torch.device("cpu"), rule.bounded(scale), plain.growth_tracker)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from autotune_amp.command.agent.tokens import count_tokens
 from autotune_amp.core.config import AmpConfig
+from autotune_amp.core.documents import Whole
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import MeasuredFlops
 from autotune_amp.core.precisions import Precision
@@ -78,7 +79,7 @@ class PrecisionController(torch.amp.GradScaler):
     guard: check bf16 and fp32 steps too and skip those that are not finite. False leaves them alone, and undiagnosed.
     halt: raise `NotPrecisionError` or `NoRungFitsError` when the run must not go on; False skips such steps for ever.
     on_demotion: "checkpoint_and_stop" raises `DemotedError` from `update()` after stepping down; so does a fallback
-        with another batch size in a loop that does not go over `windows`.
+        with another batch size in a loop that does not go over `windows`, also if it was set by hand or loaded.
     promote: go back up, after 2000 clean steps, if a rerun (see `attach`) at 16 times the loss scale is finite.
     on_signal: called in `update()` at the end of the window in which SIGTERM came, as Slurm ends a job; on accelerators
         of the next. Give it on every rank or on none. Afterwards, and by `detach`, the previous handler is restored; it
@@ -180,8 +181,7 @@ class PrecisionController(torch.amp.GradScaler):
             outputs = list(outputs)
         losses = [outputs] if isinstance(outputs, Tensor) else list(filter(torch.is_tensor, tree_leaves(outputs)))
         if losses:
-            if self._scale is None:
-                self._scaler.place(losses[0].device, self._scaler.target, self._rule.growth_tracker)
+            self._scaler.follow(losses[0])
             self._check.see_losses(losses, self._scale.device)
         scaled = super().scale(outputs) if self._scaler.is_scaling else outputs
         for loss in tree_leaves(scaled) if self._watches_backward else ():
@@ -312,6 +312,7 @@ class PrecisionController(torch.amp.GradScaler):
                         "Call step(optimizer), or unscale_(optimizer), for each optimizer first.",
                     )
             self._end_window()
+        self._executor.raise_if_batches_differ()
         if self._end_signal is not None:
             self._end_signal.end_window()
 
@@ -556,8 +557,16 @@ class PrecisionController(torch.amp.GradScaler):
         return self._executor.status()
 
     def epoch(self, number: int) -> None:
-        """Set the number of the epoch that begins, for `status`, the run log and the sinks."""
-        self._metrics.epoch = number
+        """Set the number of the epoch that begins, for `status`, the run log and the sinks.
+
+        Raises `InvalidRequestError` for anything but a whole number from 0.
+        """
+        try:
+            self._metrics.epoch = msgspec.convert(operator.index(number), Whole)
+        except (TypeError, msgspec.ValidationError) as error:
+            raise InvalidRequestError(
+                f"The epoch is {number!r}; it must be a whole number from 0.", "Call controller.epoch(int(epoch))."
+            ) from error
 
     def reset_stats(self) -> None:
         """Restart the counts of `status`; the run log and the sinks keep counting."""

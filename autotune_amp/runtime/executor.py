@@ -49,6 +49,8 @@ _MISSING_VARIABLES = (
     "Before Python starts: export %s"
 )
 _NOTHING_PINNED = "Modules are to be pinned in fp32; without controller.attach(model) nothing is pinned."
+_START_AGAIN = "Save a checkpoint with the controller's state_dict() and start again with the error's config."
+_OR_SPLIT = " Over controller.windows(loader) a loop goes on, with the loader's batches split."
 _ADVISORY = (
     "The controller is advisory: the loop uses neither controller.autocast() nor controller.attach(model), so it "
     "scales and guards, but cannot step the precision down; where steps fail for good it stops the run."
@@ -408,19 +410,18 @@ class Executor:
     def _move(self, move: Action) -> Action | None:
         policy, before, reason = self.policy, self.policy.precision, move.reason
         stops = move.kind == "demotion" and self._on_demotion == "checkpoint_and_stop"
-        next_step = "Save a checkpoint with the controller's state_dict() and start again with the error's config."
+        next_step = _START_AGAIN
         if move.kind == "demotion":
-            plan, own = self.plans[move.rung - 1], self.own_config
+            plan = self.plans[move.rung - 1]
             if self.is_advisory:
                 self._advise(reason)
                 return None
             if reasons := self.ranks.union([why for why in (self._why_not(plan),) if why is not None]):
                 return policy.refuse(move, reasons[0])
-            if (plan.batch_size, plan.accumulation_steps) != (own.batch_size, own.accumulation_steps):
+            if self._needs_other_batches(plan):
                 reason += f"; batch size {plan.batch_size} with {plan.accumulation_steps} accumulation steps fits"
                 if not (stops or self.uses_windows):
-                    stops = True
-                    next_step += " Over controller.windows(loader) a loop goes on, with the loader's batches split."
+                    stops, next_step = True, _START_AGAIN + _OR_SPLIT
         if move.kind == "pin":
             assert self.model is not None  # a pin follows from a diagnosis, which needs a model
             self.model.pin(move.modules)
@@ -434,6 +435,25 @@ class Executor:
             told = f"The precision was stepped down from {before} to {policy.precision}: {reason}."
             raise DemotedError(told, next_step, self.config)
         return follows
+
+    def _needs_other_batches(self, plan: FallbackPlan) -> bool:
+        own = self.own_config
+        return (plan.batch_size, plan.accumulation_steps) != (own.batch_size, own.accumulation_steps)
+
+    def raise_if_batches_differ(self) -> None:
+        """Raise `DemotedError` if the current precision was measured with other batches than those that the loop keeps.
+
+        So it is after a move by hand, or a checkpoint of such a precision.
+        """
+        rung = 0 if self.is_off or self.uses_windows else self.policy.rung
+        if rung and self._needs_other_batches(plan := self.plans[rung - 1]):
+            raise DemotedError(
+                f"The precision is now {plan.precision}, which was measured with batch size {plan.batch_size} and "
+                f"{plan.accumulation_steps} accumulation steps; the loop keeps the config's batch size of "
+                f"{self.own_config.batch_size}.",
+                _START_AGAIN + _OR_SPLIT,
+                self.config,
+            )
 
     def _advise(self, reason: str) -> None:
         """Report a step-down that the controller cannot make, and how the loop could allow it."""

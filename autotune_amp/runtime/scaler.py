@@ -510,6 +510,12 @@ class LossScaler:
         self.scale = torch.full((), scale, dtype=torch.float32, device=device)
         self.growth_tracker = torch.full((), growth_tracker, dtype=torch.int32, device=device)
 
+    def follow(self, loss: Tensor) -> None:
+        """Place the scale on the loss's device if it is not placed yet, or on the host, where a checkpoint puts it."""
+        is_on_host = GradientCheck.is_on_host
+        if self.scale is None or (is_on_host(self.scale) and not is_on_host(loss)):
+            self.place(loss.device, self.current_scale(), self.current_growth_tracker())
+
     def inverse(self) -> Tensor:
         """Return 1 / scale, cached until the scale changes."""
         assert self.scale is not None  # a loss was scaled

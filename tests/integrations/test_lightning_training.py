@@ -170,6 +170,20 @@ def test_manual_optimization_with_two_optimizers_is_guarded_and_demoted(tmp_path
     assert are_finite(pair)
 
 
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+def test_a_step_that_draws_its_own_batches_is_demoted_without_drawing_more(tmp_path: Path) -> None:
+    from lightning_samples import NUM_BATCHES, Drawing, loader, trainer
+
+    from autotune_amp.integrations.lightning import trainer_arguments
+
+    drawing = Drawing(first_large=5)
+    run = trainer(tmp_path, **trainer_arguments(fp16(fallback=["fp32"])))
+    run.fit(drawing, loader())
+    status = controller_of(run).status()
+    assert [(move.kind, move.after) for move in status.history] == [("demotion", "fp32")]
+    assert status.num_updates == len(drawing.dtypes) == NUM_BATCHES
+
+
 def test_the_callback_warns_of_another_batch_size(tmp_path: Path) -> None:
     from lightning_samples import Net, loader, trainer
 

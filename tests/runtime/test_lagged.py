@@ -183,6 +183,22 @@ def test_a_checkpoint_holds_what_is_on_its_way_and_asking_changes_nothing(
         assert timeless(resumed.state_dict()) == timeless(uninterrupted.state_dict())
 
 
+def test_a_restored_scale_waits_on_the_host_until_the_first_loss_tells_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(GradientCheck, "is_on_host", staticmethod(lambda tensor: False))
+        controller, training = steered(fp16())
+        training.run([*CLEAN, *OVERFLOW])
+        saved = controller.state_dict()
+    resumed, _ = steered(fp16())
+    resumed._ranks.device = torch.device("meta")  # assumed, and unable to hold a number
+    resumed.load_state_dict(saved)
+    assert (resumed.get_scale(), resumed.state_dict()) == (saved["scale"], saved)
+    assert saved["scale"] < saved["autotune_amp"]["steering"]["loss_scale"]["scale"], "the device is ahead"
+    assert resumed.scale(torch.ones((), device="meta")).device == resumed._scale.device == torch.device("meta")
+
+
 def test_a_scale_set_by_hand_and_a_state_loaded_leave_no_verdict_from_before(late: None) -> None:
     controller, training = steered(fp16())
     saved = controller.state_dict()

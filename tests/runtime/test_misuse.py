@@ -222,6 +222,16 @@ def test_a_norm_that_nothing_can_be_clipped_to_is_refused_before_anything_is_tra
     assert scaler.train_step(loop.loss, loop.optimizer, clip_norm=float("inf")), "which only measures"
 
 
+@pytest.mark.parametrize("number", [1.5, -1, "1", None])
+def test_an_epoch_that_no_checkpoint_could_bring_back_is_refused(number: Any) -> None:
+    scaler = make()
+    scaler.epoch(torch.tensor(2))  # type: ignore[arg-type] # a whole number as well
+    with pytest.raises(InvalidRequestError, match="epoch"):
+        scaler.epoch(number)
+    scaler.load_state_dict(scaler.state_dict())
+    assert scaler.status().epoch == 2
+
+
 @pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), -1.0, torch.tensor(0.0)])
 def test_a_scale_that_harms_weights_is_refused_and_nothing_changes(scale: float | Tensor) -> None:
     loop, scaler = Loop(), make()

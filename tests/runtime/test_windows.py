@@ -241,6 +241,22 @@ def test_a_loop_that_keeps_its_batches_ends_with_the_config_of_a_plan_for_smalle
     assert "windows(loader)" in caught.value.next_step
 
 
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_loop_that_keeps_its_batches_ends_at_a_plan_that_was_loaded_or_asked_for_too(is_loaded: bool) -> None:
+    steered, other = (controller(fp16(batch_size=8, fallback=[HALVED, "fp32"])) for _ in range(2))
+    loop = Loop(small(), steered, attaches=False).run(eights(1))
+    other.set_precision("bf16")
+    if is_loaded:
+        steered.load_state_dict(other.state_dict())
+    else:
+        steered.set_precision("bf16")
+    with pytest.raises(DemotedError) as caught:
+        loop.run(eights(1))
+    assert caught.value.config == steered.config == other.config
+    assert "windows(loader)" in caught.value.next_step
+    WindowLoop(small(), other).run(eights(1))  # which splits them
+
+
 @pytest.mark.parametrize("restarts_with", ["the error's config", "the same config"])
 def test_checkpoint_and_stop_can_be_gone_on_with(restarts_with: str) -> None:
     """The parameters after the restart equal those of a run that had been told to continue."""
