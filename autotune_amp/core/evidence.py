@@ -222,7 +222,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements behind the recommended config.
 
     Intervals are 95 %: `samples_per_second_interval` is where a new run is expected to land, `speedup_interval` holds
-    the mean ratio to the baseline, of tokens per second if these were the objective, else of samples per second.
+    the mean ratio to the baseline (99 % from the fourth round on, see `search.gains.speedup`), of tokens per second if
+    these were the objective, else of samples per second.
     `tokens_per_second`, its interval and the `padded_share` of all positions are None without token ids.
     `num_processes` is the number of fresh processes that measured the config; `is_confirmed` is false if they or the
     baseline's are fewer than three. `peak_memory_bytes` is the highest of their peaks, without loader workers.

@@ -30,9 +30,14 @@ def visible_uuids() -> tuple[str, ...]:
 
     GPUs of different models may have another order in CUDA, fastest first, unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
     """
+    return select_visible(host_uuids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def host_uuids() -> tuple[str, ...]:
+    """Return the UUIDs of all GPUs of this host, by PCI bus; empty without an NVIDIA driver."""
     handles = [_query("nvmlDeviceGetHandleByIndex", index) for index in range(_query("nvmlDeviceGetCount") or 0)]
     uuids = [_query("nvmlDeviceGetUUID", handle) for handle in handles if handle is not None]
-    return select_visible([uuid for uuid in uuids if uuid is not None], os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return tuple(uuid for uuid in uuids if uuid is not None)
 
 
 def select_visible(uuids: Sequence[str], visible: str | None) -> tuple[str, ...]:

@@ -184,7 +184,7 @@ def find_gpus(devices: Sequence[int] | Literal["all"], option: str = "--devices"
     With "all", GPUs of another model than the first, or on which other processes compute, are left out. Raises
     `InvalidRequestError`, which names the command-line `option`, if there is no GPU, or if one of those given by index
     does not exist or is of another model than the first. Where CUDA's indices are unknown, "all" begins with the GPU of
-    the most memory, and none may be given by index.
+    the most memory, and none may be given by index, in CUDA_VISIBLE_DEVICES neither.
     """
     uuids = nvml.visible_uuids()
     if not uuids:
@@ -198,8 +198,8 @@ def find_gpus(devices: Sequence[int] | Literal["all"], option: str = "--devices"
             f"{option} asks for GPU {absent[0]}, and CUDA sees {len(uuids)} here, counted from 0.",
             f"Give indices from 0 to {len(uuids) - 1}.",
         )
-    if not _is_order_known(uuids):
-        if devices != "all":
+    if not _is_order_known():
+        if devices != "all" or os.environ.get("CUDA_VISIBLE_DEVICES"):
             raise InvalidRequestError(
                 f"{option}: the GPUs here are of several models, which CUDA may count in another order than NVML.",
                 "Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name the GPUs by UUID in CUDA_VISIBLE_DEVICES.",
@@ -234,12 +234,15 @@ def find_gpus(devices: Sequence[int] | Literal["all"], option: str = "--devices"
     return GpuSlots(tuple(slots), tuple(notes))
 
 
-def _is_order_known(uuids: Sequence[str]) -> bool:
-    """Return whether these GPUs have the same order in CUDA, which counts the fastest first if not told otherwise."""
+def _is_order_known() -> bool:
+    """Return whether the visible GPUs have the same order in CUDA as in NVML.
+
+    CUDA counts all GPUs of the host, the fastest first if not told otherwise; CUDA_VISIBLE_DEVICES selects by that.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     are_named = bool(visible) and not any(entry.strip()[:1].isdigit() for entry in visible.split(","))
     is_by_bus = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-    return are_named or is_by_bus or len({_gpu_model(uuid) for uuid in uuids}) == 1
+    return are_named or is_by_bus or len({_gpu_model(uuid) for uuid in nvml.host_uuids()}) == 1
 
 
 def _gpu_model(uuid: str) -> str | None:

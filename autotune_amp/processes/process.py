@@ -124,6 +124,11 @@ class Process:
         """Return whether the process runs and its messages are read. The messages of a killed process end first."""
         return self._program.wait(0) is None and self._threads[0].is_alive()
 
+    @property
+    def num_unread(self) -> int:
+        """Return the number of events that it has sent and `wait` has not handled yet."""
+        return self._events.qsize()
+
     def send(self, message: dict[str, Any], data: bytes = b"") -> None:
         """Write a message, followed by raw bytes."""
         assert self._popen.stdin is not None

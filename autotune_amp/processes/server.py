@@ -1,9 +1,9 @@
 """Server process that runs jobs or forks a child for each. Started by process.py; messages are lines of JSON.
 
 As a *template* (Linux) it loads the workload once with one thread and forks a child for each job; as a *worker* it runs
-jobs itself, one after the other. A worker may stand by first: it loads the workload with one thread, at low priority,
-without the accelerator, and waits for `take_over`. The parent writes to its standard input and reads its original
-standard output; printed output of the user's code goes to standard error.
+jobs itself, one after the other. A worker may stand by first: it loads the workload with one thread, at low priority
+and in little of the accelerator's memory, and waits for `take_over`. The parent writes to its standard input and reads
+its original standard output; printed output of the user's code goes to standard error.
 """
 
 from __future__ import annotations

@@ -25,12 +25,16 @@ def room_for(process_bytes: int) -> int:
     return int(host.free_memory_bytes() / (MEMORY_FACTOR * max(1, process_bytes)))
 
 
+_ANSWERS = ("ready", "standing by")
+
+
 class Standby:
     """Holder of standby processes, which load the workload while another process runs jobs.
 
     They are paused while that one times steps. In a virtual machine two processes that touch new memory pages wait for
     each other, whatever their priorities: on an H200's host a batch took 515 ms while a process loaded, and 4 ms
     afterwards (studies/real_card). `room_for(num_bytes)` returns how many more processes of that size fit into memory.
+    After one that could not load, none has room: it had too little of the GPU's memory, say, for a model that is there.
     """
 
     def __init__(self, room_for: Callable[[int], int] = room_for) -> None:
@@ -38,6 +42,7 @@ class Standby:
         self.num_wanted = 0  # number of processes to load before the next trial runs
         self._environment: dict[str, str] = {}
         self._is_loaded: dict[Process, bool] = {}  # whether each process has loaded, the oldest first
+        self._could_not_load = False
 
     @property
     def processes(self) -> list[Process]:
@@ -66,6 +71,9 @@ class Standby:
 
     def has_room(self, process: Process) -> bool:
         """Return whether all processes of a confirmation, each of this size, can be loaded together."""
+        for loading in self.processes:
+            if loading.num_unread >= len(_ANSWERS):
+                self._has_loaded(loading, None)
         return self._num_fitting(process) >= MAX_PROCESSES
 
     def take(self, environment: dict[str, str], watcher: Watcher, until: float | None) -> Process | None:
@@ -107,7 +115,7 @@ class Standby:
 
     def _num_fitting(self, process: Process) -> int:
         """Return how many more processes of the size of `process` fit into memory, 0 if it has ended."""
-        pid = process.pid
+        pid = None if self._could_not_load else process.pid
         try:
             return 0 if pid is None else self._room_for(psutil.Process(pid).memory_info().rss)
         except psutil.NoSuchProcess:
@@ -122,15 +130,16 @@ class Standby:
         if self._is_loaded[process] and process.is_alive():
             return True
         try:
-            answers = (process.wait(until) for _ in ("ready", "standing by"))
-            self._is_loaded[process] = process.is_alive() and not any(isinstance(answer, Failure) for answer in answers)
+            has_failed = any(isinstance(process.wait(until), Failure) for _ in _ANSWERS)
+            self._could_not_load |= has_failed
+            self._is_loaded[process] = process.is_alive() and not has_failed
         except ProcessEndedError as ended:
             if ended.failure.kind == "timeout":
                 self._end(process)
                 raise
             self._is_loaded[process] = False
         except AutotuneAmpError:
-            self._is_loaded[process] = False
+            self._is_loaded[process], self._could_not_load = False, True
         if not self._is_loaded[process]:
             self._end(process)
             return False

@@ -17,7 +17,7 @@ from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
 
 
 def gain_interval(ledger: Ledger, candidate: SettingRuns, baseline: SettingRuns) -> tuple[float, float]:
-    """Return the 95 % interval of a setting's speed-up over the baseline; (0, infinity) if it is unknown."""
+    """Return the interval of a setting's `speedup` over the baseline; (0, infinity) if it is unknown."""
     interval = ledger_speedup(ledger, candidate, baseline)[1] if candidate.measurements else None
     if interval is not None:
         return interval
@@ -81,11 +81,12 @@ def gain_and_rounds_to_settle(
 def speedup(
     chosen: SettingRuns, baseline: SettingRuns, records: Sequence[Record]
 ) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the ratio of the median speeds, and the 95 % interval of the mean ratio.
+    """Return the ratio of the median speeds, and the interval of the mean ratio: 95 %, from the fourth round on 99 %.
 
     Both are over the rounds in which both ran or, without such a round, over the processes of both, and None if the two
     cannot be compared. Rounds beyond the third run until the interval excludes 1: with 95 % at each of them, one of
-    many looks at two equal settings would, so it is one of 99 % there.
+    many looks at two equal settings would. A gain that was sure after three rounds keeps the interval of these where
+    that of all would include 1.
     """
     if not baseline.measurements:
         return None, None
@@ -102,6 +103,9 @@ def speedup(
     else:
         ratio = median(paired[0]) / median(paired[1])
         low, high = ratio_interval(*paired, is_strict=len(paired[0]) > MIN_PROCESSES)
+        first = ratio_interval(*(speeds[:MIN_PROCESSES] for speeds in paired))
+        if low <= 1 < first[0]:
+            low, high = first
     return ratio, (min(low, ratio), max(high, ratio))
 
 

@@ -24,7 +24,7 @@ from autotune_amp.numerics.scaler_replay import (
     starting_scale,
 )
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search.options import DEFAULT_NUM_STEPS
+from autotune_amp.search.options import DEFAULT_NUM_STEPS, MAX_STEPS
 from autotune_amp.search.ranking import accumulation_result
 from autotune_amp.trial.jobs import num_warmup_steps
 
@@ -59,6 +59,8 @@ class Stretch(NamedTuple):
 class Scales:
     """Replays of any pair of loss scale and growth interval over `num_steps` optimizer steps, from one calibration.
 
+    Of a training run that is longer than `MAX_STEPS`, these first steps are replayed.
+
     `scored` maps each pair replayed so far to its replay: `seeds`, then pairs from Optuna (`stages.checks.LossScales`).
 
     The loss scale stays within `LossScale`'s bounds, as in the `PrecisionController`. The loss of each pass of an
@@ -70,7 +72,7 @@ class Scales:
         self, calibration: Calibration, num_steps: int, accumulation_steps: int = 1, *, is_loss_sum: bool = False
     ) -> None:
         self.calibration = calibration
-        self.num_steps = num_steps
+        self.num_steps = num_steps = min(num_steps, MAX_STEPS)
         self.log2_divisor = 0.0 if is_loss_sum else math.log2(accumulation_steps)
         self.log2_scales = [-math.inf if s is None else s + self.log2_divisor for s in calibration.log2_scales]
         self._accumulation_steps = accumulation_steps

@@ -79,14 +79,14 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         return share if self.memory_limit is None else min(share, self.memory_limit)
 
     def horizon_steps(self, effective_batch_size: int) -> int:
-        """Return the number of optimizer steps over which loss scales are compared.
+        """Return the length of the planned training run in optimizer steps, `DEFAULT_NUM_STEPS` if it is unknown.
 
         `effective_batch_size` is that of all ranks.
         """
         steps = self.num_steps
         if self.num_samples is not None:
             steps = -(-self.num_samples // effective_batch_size)
-        return DEFAULT_NUM_STEPS if steps is None else min(steps, MAX_STEPS)
+        return DEFAULT_NUM_STEPS if steps is None else steps
 
     @classmethod
     def from_user(cls, *, num_ranks: int = 1, **arguments: Any) -> SearchOptions:

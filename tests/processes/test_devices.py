@@ -29,7 +29,7 @@ CARDS = {"GPU-a": "NVIDIA A", "GPU-b": "NVIDIA A", "GPU-c": "NVIDIA B", "GPU-d":
 def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, ...]]:
     """Four cards, one of them of another model; what is said of other processes on each."""
     notes: dict[str, tuple[str, ...]] = {}
-    monkeypatch.setattr(nvml, "visible_uuids", lambda: tuple(CARDS))
+    monkeypatch.setattr(nvml, "host_uuids", lambda: tuple(CARDS))
     monkeypatch.setattr(nvml, "process_notes", lambda uuid: notes.get(uuid, ()))
     monkeypatch.setattr(
         nvml,
@@ -54,6 +54,17 @@ def test_unlike_cards_whose_numbers_in_cuda_are_unknown_are_not_chosen_by_number
     assert [slot.uuid for slot in find_gpus("all").slots] == ["GPU-c"], "the one with the most memory"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
     assert len(find_gpus((0, 1)).slots) == 2
+
+
+@pytest.mark.parametrize("wanted", [(0,), "all"])
+def test_a_card_that_cuda_is_told_by_number_may_be_another_one_of_the_host(
+    wanted: Any, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert [slot.uuid for slot in find_gpus(wanted).slots] == ["GPU-a"]
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    with pytest.raises(InvalidRequestError, match="several models"):
+        find_gpus(wanted)
 
 
 def test_all_cards_are_those_like_the_first_that_nobody_uses(host: dict[str, tuple[str, ...]]) -> None:

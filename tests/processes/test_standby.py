@@ -397,6 +397,20 @@ def test_jobs_of_one_device_stand_by_and_closing_its_place_ends_all(tmp_path: Pa
     assert not place._standby.processes
 
 
+@pytest.mark.parametrize("notices", ["take", "has_room"])
+def test_after_one_that_could_not_load_none_is_started(notices: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its model is on a GPU, of which it may take little."""
+    answers = ["ready", Failure(kind="oom", message="")]
+    started = Mock(return_value=Mock(num_unread=2, **{"wait.side_effect": answers}))
+    monkeypatch.setattr(standby, "Process", started)
+    beside, found = Mock(pid=os.getpid()), Standby(room_for=lambda _: 2)
+    found.begin(beside, {}, {}, b"")
+    assert found.take({}, Watcher(), None) is None if notices == "take" else not found.has_room(beside)
+    found.begin(beside, {}, {}, b"")
+    assert not found.has_room(beside)
+    assert (started.call_count, found.processes) == (1, [])
+
+
 @pytest.mark.parametrize(
     ("cores", "quota", "free_bytes", "container_bytes", "number"),
     [

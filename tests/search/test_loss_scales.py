@@ -62,6 +62,11 @@ def test_the_course_is_the_replay_stretch_by_stretch() -> None:
         assert after.first_step == (before.first_step + 2000 if grew else (before.skip or 0) + 1)
 
 
+def test_a_long_training_is_replayed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_scales, "MAX_STEPS", 500)
+    assert scales(num_steps=10**12).num_steps == 500
+
+
 def test_a_better_pair_that_was_asked_for_is_chosen() -> None:
     """Its bursts of bad batches leave the scale low for long: a short interval recovers."""
     known = scales(num_steps=1000, log2_scale=18.5, histogram={-41: 100, -6: 900})

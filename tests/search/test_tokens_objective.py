@@ -15,7 +15,7 @@ from autotune_amp.core.evidence import speedup_line, utilization_line
 from autotune_amp.core.hardware import Hardware
 from autotune_amp.core.outcome import CheckOutcome, CountedFlops, Description, Fidelity, Measurement, Outcome
 from autotune_amp.core.recommendation import Fingerprint, Recommendation, SearchSummary
-from autotune_amp.search.answer.decide import cost_of_training, recommend, unit_price, utilization
+from autotune_amp.search.answer.decide import recommend, unit_price, utilization
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.space import build_space
@@ -37,7 +37,8 @@ def answer(spec: Trial) -> Outcome:
 
 
 def searched(objective: Any, folder: Path, answer: Any = answer, check: Any = all_well) -> Recommendation:
-    options = msgspec.structs.replace(OPTIONS, objective=objective, price_per_hour=3.6)
+    # Only the ledger's objective: it may become tokens though speed was asked for.
+    options = msgspec.structs.replace(OPTIONS, num_steps=1000, price_per_hour=3.6)
     description, device = described(), DEVICE
     ours = ScriptedSearch(build_space(device, description, options), answer, 300.0, check_answer=check, device=device)
     ours.ledger.requested_objective = objective
@@ -68,7 +69,7 @@ def test_tokens_choose_and_confirm_what_samples_would_not(tmp_path: Path) -> Non
     assert evidence.speedup_interval is not None
     assert evidence.speedup_interval[0] > 1
     assert evidence.tokens_per_second_interval is not None
-    cost = cost_of_training(by_tokens.config, evidence, SearchOptions(objective="tokens", num_steps=1000))
+    cost = by_tokens.job
     assert cost is not None
     assert cost.baseline_hours == pytest.approx(cost.hours * 2000 / 1500), "of as many tokens"
     assert "1,500 tokens/s" in speedup_line(by_tokens.config, evidence)

@@ -169,7 +169,7 @@ def test_one_search_runs_on_a_device_and_none_overtakes(make: Callable[..., Serv
 def test_a_command_of_several_gpus_sees_these_and_runs_beside_none_of_them(
     make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvml, "visible_uuids", lambda: ("GPU-a", "GPU-b", "GPU-c"))
+    monkeypatch.setattr(nvml, "host_uuids", lambda: ("GPU-a", "GPU-b", "GPU-c"))
     monkeypatch.setattr(devices, "_gpu_model", lambda _: "T4")
     monkeypatch.setattr(nvml, "process_notes", lambda _: ())
     service = make(two="auto", beside="cuda:2", third="cuda:1")

@@ -395,13 +395,14 @@ def recommend(
     """
     decision = decide(ledger, environment=environment, search=search, description=workload)
     fields = msgspec.to_builtins(options)
+    compared = msgspec.structs.replace(options, objective=ledger.objective)  # tokens, maybe, where speed was asked for
     return Recommendation(
         **msgspec.structs.asdict(decision) | circumstances,
         search=search,
         workload=workload,
         options={name: fields[name] for name in fields if name not in _OPTIONS_NOT_KEPT},
         objective=ledger.objective,
-        job=cost_of_training(decision.config, decision.evidence, options, workload.num_batches),
+        job=cost_of_training(decision.config, decision.evidence, compared, workload.num_batches),
         unit_price=unit_price(decision.evidence, options),
         utilization=utilization(decision, ledger.records, circumstances["hardware"], workload),
     )
