@@ -8,6 +8,7 @@ import linecache
 import pickle
 import sys
 import types
+from collections import defaultdict
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,10 @@ def pack(source: WorkloadSource) -> bytes:
 
     It is one pickle, so that tied weights and the optimizer's parameters stay shared.
 
-    A model is sent without its DistributedDataParallel wrapper, an optimizer without Accelerate's. Optimizers are sent
-    without their state, except in a training loop of the user's own: each trial makes new ones. `unpack` puts all
-    tensors on the CPU; those that were on an accelerator move to a trial's when it starts. Raises `WorkloadError` if
-    torch has another default device, or with the name of a part that cannot be sent, such as a module compiled in place
-    by `compile()`.
+    A model is sent without its DistributedDataParallel wrapper, an optimizer without Accelerate's. The workload's
+    `optimizer` is sent without its state, since each trial makes a new one. `unpack` puts all tensors on the CPU; those
+    that were on an accelerator move to a trial's when it starts. Raises `WorkloadError` if torch has another default
+    device, or with the name of a part that cannot be sent, such as a module compiled in place by `compile()`.
     """
     import torch
 
@@ -48,7 +48,7 @@ def pack(source: WorkloadSource) -> bytes:
         )
     buffer = io.BytesIO()
     is_rebuilt = isinstance(source, Workload) and not source.is_loop
-    module = _pickle_module(has_optimizer_state=not is_rebuilt)
+    module = _pickle_module(_optimizers_of(source) if is_rebuilt else [])
     try:
         torch.save((source, torch_state.capture()), buffer, pickle_module=module)
     except Exception as error:
@@ -66,12 +66,18 @@ def pack(source: WorkloadSource) -> bytes:
     return buffer.getvalue()
 
 
-def _pickle_module(*, has_optimizer_state: bool) -> Any:
+def _optimizers_of(workload: Any) -> list[Any]:
+    """Return the optimizers of the workload, without Accelerate's wrapper. A function is returned too."""
+    given = workload.optimizer
+    return [getattr(each, "optimizer", each) for each in (given if isinstance(given, list | tuple) else [given])]
+
+
+def _pickle_module(rebuilt_optimizers: list[Any]) -> Any:
     """Return a pickle module for torch.save: cloudpickle, adapted to trials.
 
     A code object keeps the name of its file, which cloudpickle would replace, and, if that is not on disk (as for a
     notebook cell), the source text. A DataLoader loses its running iterator, which it keeps with persistent workers;
-    optimizers lose their state unless `has_optimizer_state`.
+    `rebuilt_optimizers`, of which each trial makes new ones, lose their state.
     """
     import cloudpickle
     from torch import Tensor, nn
@@ -109,10 +115,10 @@ def _pickle_module(*, has_optimizer_state: bool) -> Any:
                 return restore_on_cpu, obj.__reduce_ex__(2)[:2]
             if isinstance(obj, accelerated_types):
                 return _identity, (obj.optimizer,)
-            if isinstance(obj, Optimizer) and not has_optimizer_state:
+            if isinstance(obj, Optimizer) and any(obj is each for each in rebuilt_optimizers):
                 reduced: Any = obj.__reduce_ex__(2)
                 make, arguments, attributes, *_ = reduced
-                return make, arguments, {**attributes, "state": {}}
+                return make, arguments, {**attributes, "state": defaultdict(dict)}
             return super().reducer_override(obj)
 
     return types.SimpleNamespace(__name__="cloudpickle", Pickler=Pickler)

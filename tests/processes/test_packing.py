@@ -20,7 +20,7 @@ from torch import nn
 from autotune_amp import Workload
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.fingerprint import workload_parts
-from autotune_amp.processes.packing import pack, unpack
+from autotune_amp.processes.packing import _reduce_for_worker, pack, unpack
 
 
 class Net(nn.Module):
@@ -156,7 +156,29 @@ def test_an_optimizer_arrives_without_its_state_and_without_accelerates_wrapper(
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_classes_and_functions_of_main_reach_spawned_workers_of_a_loader() -> None:
+def test_an_optimizer_that_the_loss_steps_itself_arrives_with_its_state() -> None:
+    model, other = Net(), Net()
+    own, inner = torch.optim.Adam(model.parameters()), torch.optim.Adam(other.parameters())
+
+    def loss(model: Any, batch: Any) -> Any:
+        other(batch).sum().backward()
+        inner.step()
+        inner.zero_grad()
+        return model(batch).sum()
+
+    for _ in range(2):
+        loss(model, torch.ones(4)).backward()
+    own.step()
+    there: Any = unpack(pack(Workload(model, loss, lambda size: torch.randn(size, 4), own)))
+    there.loss(there.model, torch.ones(4)).backward()
+    assert not there.optimizer.state
+    there.optimizer.step()
+    (found,) = (cell.cell_contents for cell in there.loss.__closure__ if isinstance(cell.cell_contents, type(inner)))
+    assert {int(state["step"]) for state in found.state.values()} == {3}
+
+
+def test_classes_and_functions_of_main_reach_spawned_workers_of_a_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ForkingPickler, "reducer_override", _reduce_for_worker, raising=False)
     names: dict[str, Any] = {"__name__": "__main__", "torch": torch}
     exec(
         "class Rows(torch.utils.data.Dataset):\n"
