@@ -12,6 +12,7 @@ from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -203,7 +204,30 @@ def test_classes_and_functions_of_main_reach_spawned_workers_of_a_loader(monkeyp
     assert (row.index, type(row)) == (3, type(found.dataset[0]))
 
 
-def test_another_default_device_is_refused_since_a_trial_would_not_have_it() -> None:
-    with torch.device("meta"), pytest.raises(WorkloadError, match="default device is meta") as caught:
-        pack(workload_of(Net()))
+def test_another_default_device_is_refused_for_what_lives_here_since_a_trial_would_not_have_it() -> None:
+    with torch.device("meta"):
+        with pytest.raises(WorkloadError, match=r"^workload\.model .*default device is meta") as caught:
+            pack(workload_of(Net()))
+        of_functions = pack(workload_of(Net))
     assert "torch.set_default_device" in caught.value.next_step
+    found: Any = unpack(of_functions)
+    assert found.model is Net
+
+
+def test_to_unpack_changes_nothing_of_how_this_process_pickles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ForkingPickler, "reducer_override", raising=False)
+    arrived(Net())
+    assert "reducer_override" not in vars(ForkingPickler)
+
+
+def test_a_batchs_class_of_main_is_defined_once_for_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec("class Row:\n    pass\n", names)
+    definitions = []
+    monkeypatch.setattr(
+        cloudpickle, "dumps", lambda obj, dumps=cloudpickle.dumps: definitions.append(obj) or dumps(obj)
+    )
+    monkeypatch.setattr(ForkingPickler, "reducer_override", _reduce_for_worker, raising=False)
+    batches = [ForkingPickler.dumps(names["Row"]()) for _ in range(3)]
+    assert {type(pickle.loads(batch)) for batch in batches} == {names["Row"]}
+    assert definitions == [names["Row"]]
