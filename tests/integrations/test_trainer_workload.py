@@ -230,6 +230,8 @@ def test_what_runs_today_must_be_possible() -> None:
         Workload(build=dict, train_step=lambda state, batch, amp: None, data=sentences(), accumulation_steps=2)
     with pytest.raises(WorkloadError, match=r"precision='int8'"):
         Workload(gpt2, lambda model, batch: model(**batch).loss, sentences(), precision="int8")  # type: ignore[arg-type]
+    with pytest.raises(WorkloadError, match=r"trainer_ranks=0"):
+        Workload(gpt2, lambda model, batch: model(**batch).loss, sentences(), trainer_ranks=0)
 
 
 class Rounding(torch.optim.SGD):
