@@ -223,10 +223,14 @@ def test_to_unpack_changes_nothing_of_how_this_process_pickles(monkeypatch: pyte
 def test_a_batchs_class_of_main_is_defined_once_for_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     exec("class Row:\n    pass\n", names)
-    definitions = []
-    monkeypatch.setattr(
-        cloudpickle, "dumps", lambda obj, dumps=cloudpickle.dumps: definitions.append(obj) or dumps(obj)
-    )
+    definitions: list[Any] = []
+    dumps = cloudpickle.dumps
+
+    def counted(obj: Any) -> Any:
+        definitions.append(obj)
+        return dumps(obj)
+
+    monkeypatch.setattr(cloudpickle, "dumps", counted)
     monkeypatch.setattr(ForkingPickler, "reducer_override", _reduce_for_worker, raising=False)
     batches = [ForkingPickler.dumps(names["Row"]()) for _ in range(3)]
     assert {type(pickle.loads(batch)) for batch in batches} == {names["Row"]}
