@@ -336,7 +336,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         exports = [("before Python starts", line) for line in explain.export_lines(self.config)]
         warnings = [("warning", one_line(warning)) for warning in self.warnings]
         lines = [*self.answer(), *exports, *warnings, *self.further_facts()]
-        return in_python("\n".join(f"{label}: {text}" for label, text in lines))
+        return "\n".join(f"{label}: {in_python(text)}" for label, text in lines)
 
     @property
     def is_kept(self) -> bool:

@@ -260,6 +260,11 @@ class Workload:
                 f"Workload(precision={self.precision!r}); it must be fp32, tf32, bf16 or fp16.",
                 "Leave precision out to have it read from torch's autocast and TF32 flags.",
             )
+        if type(self.trainer_ranks) is not int or self.trainer_ranks < 1:
+            raise WorkloadError(
+                f"Workload(trainer_ranks={self.trainer_ranks!r}); it must be a whole number from 1 up.",
+                "Leave trainer_ranks out, or pass the number of devices that the training runs on.",
+            )
 
 
 def _adapter(framework: str) -> Callable[..., Workload]:

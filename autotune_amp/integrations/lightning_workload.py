@@ -44,6 +44,7 @@ from autotune_amp.dimensions.optimizer_impl import OPTIMIZER_IMPL
 from autotune_amp.integrations.bridge import hold_after_last_step, replace_attributes
 from autotune_amp.integrations.lightning import NO_LOGGING, AutotunePrecision, training_loss
 from autotune_amp.precision.modes import MODES
+from autotune_amp.trial.context import users_optimizers
 
 __all__ = ["workload"]
 
@@ -118,10 +119,11 @@ def _check_strategy(trainer: Trainer) -> None:
 
 def _precision(trainer: Trainer) -> precisions.Precision | None:
     """Return the precision of the user's Trainer; raise `WorkloadError` for one that a trial cannot have."""
-    name = str(trainer.precision)
-    if name not in _PRECISIONS:
+    name, plugin = str(trainer.precision), type(trainer.precision_plugin)
+    if name not in _PRECISIONS or plugin not in (Precision, MixedPrecision, AutotunePrecision):
         raise WorkloadError(
-            f"The Trainer has precision={name!r}, which trials do not have: they train the module as it is.",
+            f"The Trainer has precision={name!r} by {plugin.__name__}, which trials do not have: they train the module "
+            "as it is.",
             'Pass a Trainer with "32-true", "bf16-mixed" or "16-mixed", or search the command that starts the '
             "training: autotune-amp search -- python train.py.",
         )
@@ -243,6 +245,9 @@ class _TrainerFunctions:
         for optimizer in self._optimizers:
             module.configure_gradient_clipping(optimizer, value, algorithm)
 
+    def _clips(self, module: LightningModule) -> bool:
+        return bool(self.arguments.get("gradient_clip_val")) or is_overridden("configure_gradient_clipping", module)
+
     def loss(self, module: LightningModule, batch: Any) -> Tensor:
         """Return the loss of the module's training_step."""
         module.trainer = self.trainer  # copies of the module lack it
@@ -265,7 +270,7 @@ class _TrainerFunctions:
             accelerator="gpu" if device.type == "cuda" else device.type,
             devices=1 if device.index is None else [device.index],
             accumulate_grad_batches=fitting.setting.accumulation_steps,
-            plugins=[LightningEnvironment(), *_precision_plugins(fitting, device)],
+            plugins=[LightningEnvironment(), *_precision_plugins(fitting, device, clips=self._clips(module))],
             limit_val_batches=0,
             num_sanity_val_steps=0,
         )
@@ -300,7 +305,7 @@ def _lightning_modules(module: LightningModule) -> list[LightningModule]:
     return [part for part in module.modules() if isinstance(part, LightningModule)]
 
 
-def _precision_plugins(fitting: Fitting, device: torch.device) -> list[Precision]:
+def _precision_plugins(fitting: Fitting, device: torch.device, *, clips: bool) -> list[Precision]:
     """Return Lightning's precision plugin, or `AutotunePrecision` where Lightning's own does something else.
 
     Lightning runs fp16 on a CPU as bf16, and refuses to clip the gradients of a fused optimizer in mixed precision.
@@ -308,8 +313,13 @@ def _precision_plugins(fitting: Fitting, device: torch.device) -> list[Precision
     setting = fitting.setting
     if not MODES[setting.precision].uses_autocast:
         return []
-    if OPTIMIZER_IMPL.value_in(setting) == "fused" or (setting.precision == "fp16" and device.type == "cpu"):
-        return [AutotunePrecision(AmpConfig.of(setting, loss_scale=fitting.loss_scale))]
+    optimizers = users_optimizers(fitting.optimizer)
+    is_fused = OPTIMIZER_IMPL.value_in(setting) == "fused" or any(
+        getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in optimizers
+    )
+    if (clips and is_fused) or (setting.precision == "fp16" and device.type == "cpu"):
+        config = AmpConfig.of(setting, loss_scale=fitting.loss_scale)
+        return [AutotunePrecision(config, guard=setting.precision == "fp16")]  # Lightning checks no gradients of bf16
     if setting.precision == "fp16":
         return [MixedPrecision("16-mixed", device.type, fitting.scaler)]
     return [MixedPrecision("bf16-mixed", device.type)]

@@ -141,15 +141,33 @@ def _remove_unused_columns(trainer: Trainer, dataset: Any, description: str | No
 def _optimizer(trainer: Trainer, sendable: Trainer) -> Any:
     """Return the optimizer that the user gave the trainer, or a function that makes one of a model as the trainer does.
 
-    In training the trainer sets its own, which is known by its class and defaults.
+    In training the trainer sets its own, which is known by its class, defaults and parameter groups.
     """
     given = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it in training
     make = _OptimizerFactory(sendable)
     if given is not None:
-        own = make(trainer.model)
-        if (type(given), given.defaults) != (type(own), own.defaults):
+        scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+        has_rates = not isinstance(scheduler, (ReduceLROnPlateau, GreedyLR))  # these keep no initial rate
+        if _options_of(given, has_rates=has_rates) != _options_of(make(trainer.model), has_rates=has_rates):
             return given
     return OptimizersOfModel(make)
+
+
+def _options_of(optimizer: torch.optim.Optimizer, *, has_rates: bool) -> tuple[Any, ...]:
+    """Return the class and defaults of the optimizer, and the number of parameters and the options of each group.
+
+    A learning rate is the one before the schedule; it is left out unless `has_rates`.
+    """
+    names = optimizer.defaults.keys() - {"lr"}
+    groups = [
+        (
+            len(group["params"]),
+            group.get("initial_lr", group.get("lr")) if has_rates else None,
+            {name: group[name] for name in names if name in group},
+        )
+        for group in optimizer.param_groups
+    ]
+    return type(optimizer), optimizer.defaults, groups
 
 
 class _OptimizerFactory:
@@ -161,7 +179,8 @@ class _OptimizerFactory:
     def __call__(self, model: nn.Module) -> torch.optim.Optimizer:
         copied = copy.copy(self._trainer)
         copied.model, copied.optimizer = model, None
-        return copied.create_optimizer()
+        copied.create_optimizer()
+        return getattr(copied.optimizer, "optimizer", copied.optimizer)
 
 
 def _sendable_copy(trainer: Trainer) -> Trainer:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copyreg
+import functools
 import io
 import linecache
 import pickle
 import sys
 import types
+from collections import defaultdict
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,10 @@ from autotune_amp.core.workload import Workload, WorkloadSource, type_name
 # Next steps in errors.
 _USE_BARE_MODEL = "Pass the model without its wrapper: a trial runs on one device, without exchange of gradients."
 _MAKE_IN_FUNCTION = "Make it inside a function that the trial calls (model, data and optimizer may all be functions)."
+_SET_DEFAULT_DEVICE = (
+    'Call torch.set_default_device("cpu") before the search, and name the device where your code makes tensors and '
+    "generators."
+)
 _COMPILE_ELSEWHERE = "Call compile() inside a function that makes the model, or pass torch.compile(model)."
 
 # Types of objects tied to a process group, which a trial does not have. FSDP's parameters are DTensors.
@@ -29,26 +35,19 @@ def pack(source: WorkloadSource) -> bytes:
 
     It is one pickle, so that tied weights and the optimizer's parameters stay shared.
 
-    A model is sent without its DistributedDataParallel wrapper, an optimizer without Accelerate's. Optimizers are sent
-    without their state, except in a training loop of the user's own: each trial makes new ones. `unpack` puts all
-    tensors on the CPU; those that were on an accelerator move to a trial's when it starts. Raises `WorkloadError` if
-    torch has another default device, or with the name of a part that cannot be sent, such as a module compiled in place
-    by `compile()`.
+    A model is sent without its DistributedDataParallel wrapper, an optimizer without Accelerate's. The workload's
+    `optimizer` is sent without its state, since each trial makes a new one. `unpack` puts all tensors on the CPU; those
+    that were on an accelerator move to a trial's when it starts. Raises `WorkloadError` with the name of a part that
+    cannot be sent, such as a module compiled in place by `compile()`, or any module or loader where torch has another
+    default device than a trial.
     """
     import torch
 
     from autotune_amp.precision import torch_state
 
-    default_device = torch.get_default_device()
-    if default_device.type != "cpu":
-        raise WorkloadError(
-            f"torch's default device is {default_device}; that of a trial is the CPU.",
-            'Call torch.set_default_device("cpu") before the search, and name the device where your code makes '
-            "tensors and generators.",
-        )
     buffer = io.BytesIO()
     is_rebuilt = isinstance(source, Workload) and not source.is_loop
-    module = _pickle_module(has_optimizer_state=not is_rebuilt)
+    module = _pickle_module(_optimizers_of(source) if is_rebuilt else [])
     try:
         torch.save((source, torch_state.capture()), buffer, pickle_module=module)
     except Exception as error:
@@ -66,21 +65,29 @@ def pack(source: WorkloadSource) -> bytes:
     return buffer.getvalue()
 
 
-def _pickle_module(*, has_optimizer_state: bool) -> Any:
+def _optimizers_of(workload: Any) -> list[Any]:
+    """Return the optimizers of the workload, without Accelerate's wrapper. A function is returned too."""
+    given = workload.optimizer
+    return [getattr(each, "optimizer", each) for each in (given if isinstance(given, list | tuple) else [given])]
+
+
+def _pickle_module(rebuilt_optimizers: list[Any]) -> Any:
     """Return a pickle module for torch.save: cloudpickle, adapted to trials.
 
     A code object keeps the name of its file, which cloudpickle would replace, and, if that is not on disk (as for a
     notebook cell), the source text. A DataLoader loses its running iterator, which it keeps with persistent workers;
-    optimizers lose their state unless `has_optimizer_state`.
+    `rebuilt_optimizers`, of which each trial makes new ones, lose their state.
     """
     import cloudpickle
+    import torch
     from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, Sampler
 
     from autotune_amp.trial.context import restore_on_cpu
 
+    default_device = torch.get_default_device()
     process_group_types = _imported_types(*_PROCESS_GROUP_TYPES)
     accelerated_types = _imported_types(("accelerate.optimizer", "AcceleratedOptimizer"))
     # Source text by file name. All code objects of a file share one str, which pickle writes only once.
@@ -93,6 +100,10 @@ def _pickle_module(*, has_optimizer_state: bool) -> Any:
                 text = "" if Path(file).is_file() else "".join(linecache.getlines(file))
                 text = source_by_file.setdefault(file, text)
                 return _code_of_file, (file, text, *self.dispatch_table[types.CodeType](obj)[:2])
+            if default_device.type != "cpu" and isinstance(obj, nn.Module | DataLoader | Sampler):
+                raise WorkloadError(
+                    f"torch's default device is {default_device}; that of a trial is the CPU", _SET_DEFAULT_DEVICE
+                )
             if isinstance(obj, DataLoader) and obj._iterator is not None:
                 return copyreg.__newobj__, (type(obj),), {**vars(obj), "_iterator": None}  # type: ignore[attr-defined]
             if isinstance(obj, process_group_types):
@@ -109,10 +120,10 @@ def _pickle_module(*, has_optimizer_state: bool) -> Any:
                 return restore_on_cpu, obj.__reduce_ex__(2)[:2]
             if isinstance(obj, accelerated_types):
                 return _identity, (obj.optimizer,)
-            if isinstance(obj, Optimizer) and not has_optimizer_state:
+            if isinstance(obj, Optimizer) and any(obj is each for each in rebuilt_optimizers):
                 reduced: Any = obj.__reduce_ex__(2)
                 make, arguments, attributes, *_ = reduced
-                return make, arguments, {**attributes, "state": {}}
+                return make, arguments, {**attributes, "state": defaultdict(dict)}
             return super().reducer_override(obj)
 
     return types.SimpleNamespace(__name__="cloudpickle", Pickler=Pickler)
@@ -147,19 +158,27 @@ def _reduce_for_worker(_: ForkingPickler, obj: Any) -> Any:
     Here `__main__` is not the user's script, in which the worker would look it up.
     """
     if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
-        import cloudpickle
-
-        return _restore_definition, (cloudpickle.dumps(obj),)
+        return _restore_definition, (_definition_of(obj),)
     return NotImplemented
 
 
+@functools.cache  # each batch of a worker names the definition of its class
+def _definition_of(obj: Any) -> bytes:
+    import cloudpickle
+
+    definition: bytes = cloudpickle.dumps(obj)
+    return definition
+
+
+@functools.cache
 def _restore_definition(definition: bytes) -> Any:
     """Return the class or function of `_reduce_for_worker`, and send others back in the same way."""
-    _send_definitions_to_workers()
+    send_definitions_to_workers()
     return pickle.loads(definition)  # noqa: S301 - of the process that started this one
 
 
-def _send_definitions_to_workers() -> None:
+def send_definitions_to_workers() -> None:
+    """Make this process pickle classes and functions of the user's `__main__` by value for workers of its loaders."""
     pickler: Any = ForkingPickler
     pickler.reducer_override = _reduce_for_worker
 
@@ -177,6 +196,5 @@ def unpack(packed: bytes) -> WorkloadSource:
     unpacked: tuple[WorkloadSource, dict[str, Any]]
     unpacked = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
     source, state = unpacked
-    _send_definitions_to_workers()
     torch_state.apply_flags(state)
     return source

@@ -115,7 +115,11 @@ class Server:
         if self._is_template:
             self._limit_to_one_thread()
             _record_accelerator_starts()
-        source = workload.import_target(target) if target else packing.unpack(packed)
+        if target:
+            source = workload.import_target(target)
+        else:
+            source = packing.unpack(packed)
+            packing.send_definitions_to_workers()
         self._context = Context(source, is_template=self._is_template)
         self._start_method = multiprocessing.get_start_method(allow_none=True)
         return self._torch_state()

@@ -13,7 +13,8 @@ from torch import nn
 
 from autotune_amp import Workload
 from autotune_amp.core.errors import WorkloadError
-from autotune_amp.core.workload import make_workload
+from autotune_amp.core.setting import Setting
+from autotune_amp.core.workload import Fitting, make_workload
 from autotune_amp.precision import torch_state
 from autotune_amp.processes.packing import pack, unpack
 from autotune_amp.trial import data, worker
@@ -89,6 +90,32 @@ def test_a_trainer_that_converts_the_module_is_refused_unless_the_precision_is_g
         assert Workload.from_lightning(Net(), Data(), trainer(tmp_path, precision=name)).precision == precision
     given = Workload.from_lightning(Net(), Data(), trainer(tmp_path, precision="64-true"), precision="fp32")
     assert given.precision == "fp32"
+
+
+def test_a_plugin_that_converts_the_module_is_refused_though_its_precision_is_32_true(tmp_path: Path) -> None:
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning_samples import Data, Net, trainer
+
+    class Quantized(Precision):
+        pass
+
+    with pytest.raises(WorkloadError, match=r"Quantized"):
+        Workload.from_lightning(Net(), Data(), trainer(tmp_path, plugins=[Quantized()]))
+
+
+@pytest.mark.parametrize(("is_fused", "clips"), [(True, True), (True, False), (False, True)])
+def test_lightnings_own_precision_is_measured_unless_it_refuses_to_clip(is_fused: bool, clips: bool) -> None:
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    from autotune_amp.integrations.lightning import AutotunePrecision
+    from autotune_amp.integrations.lightning_workload import _precision_plugins
+
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=is_fused)
+    setting = Setting(precision="bf16", batch_size=4)
+    fitting = Fitting(model, optimizer, None, setting, None, None, lambda loss, num_batches: None)
+    (plugin,) = _precision_plugins(fitting, torch.device("cpu"), clips=clips)
+    assert type(plugin) is (AutotunePrecision if is_fused and clips else MixedPrecision)
 
 
 def test_a_trainer_of_several_devices_is_known_and_one_that_divides_the_model_is_refused(tmp_path: Path) -> None:

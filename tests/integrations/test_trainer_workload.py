@@ -230,6 +230,8 @@ def test_what_runs_today_must_be_possible() -> None:
         Workload(build=dict, train_step=lambda state, batch, amp: None, data=sentences(), accumulation_steps=2)
     with pytest.raises(WorkloadError, match=r"precision='int8'"):
         Workload(gpt2, lambda model, batch: model(**batch).loss, sentences(), precision="int8")  # type: ignore[arg-type]
+    with pytest.raises(WorkloadError, match=r"trainer_ranks=0"):
+        Workload(gpt2, lambda model, batch: model(**batch).loss, sentences(), trainer_ranks=0)
 
 
 class Rounding(torch.optim.SGD):
@@ -240,7 +242,8 @@ class Rounding(torch.optim.SGD):
         self.bits = bits
 
 
-def test_a_trial_makes_the_optimizer_as_the_trainer_does_or_copies_that_of_the_user(tmp_path: Path) -> None:
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_trial_makes_the_optimizer_as_the_trainers_own_method_does(tmp_path: Path, returns: bool) -> None:
     from transformers import Trainer
 
     class Own(Trainer):
@@ -248,7 +251,7 @@ def test_a_trial_makes_the_optimizer_as_the_trainer_does_or_copies_that_of_the_u
             created: Any = self
             if created.optimizer is None:
                 created.optimizer = Rounding(self.model.parameters(), bits=8)
-            return created.optimizer
+            return created.optimizer if returns else None
 
     live = trainer(tmp_path, Own)
     for is_trained in (False, True):
@@ -257,6 +260,21 @@ def test_a_trial_makes_the_optimizer_as_the_trainer_does_or_copies_that_of_the_u
         assert made.bits == 8
         if not is_trained:
             live.train()
+
+
+def test_a_trial_copies_the_optimizer_of_the_user_also_of_the_trainers_class_and_defaults(tmp_path: Path) -> None:
+    live = trainer(tmp_path, optim="adamw_torch")
+    defaults = {**live.create_optimizer().defaults}
+    del defaults["decoupled_weight_decay"]  # AdamW's own
+    for groups in (
+        [{"params": [*live.model.lm_head.parameters()]}],
+        [{**group, "lr": 0.5} for group in live.optimizer.param_groups],
+    ):
+        live.optimizer = torch.optim.AdamW(groups, **defaults)
+        with another_process():
+            made: Any = trial(Workload.from_trainer(live)).optimizer
+        described = [(len(group["params"]), group["initial_lr"]) for group in made.param_groups]
+        assert described == [(len(group["params"]), group["lr"]) for group in live.optimizer.param_groups]
     live = trainer(tmp_path)
     live.optimizer = torch.optim.SGD(live.model.parameters(), lr=0.25)
     for is_trained in (False, True):

@@ -12,6 +12,7 @@ from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch import nn
 from autotune_amp import Workload
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.fingerprint import workload_parts
-from autotune_amp.processes.packing import pack, unpack
+from autotune_amp.processes.packing import _reduce_for_worker, pack, unpack
 
 
 class Net(nn.Module):
@@ -156,7 +157,29 @@ def test_an_optimizer_arrives_without_its_state_and_without_accelerates_wrapper(
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_classes_and_functions_of_main_reach_spawned_workers_of_a_loader() -> None:
+def test_an_optimizer_that_the_loss_steps_itself_arrives_with_its_state() -> None:
+    model, other = Net(), Net()
+    own, inner = torch.optim.Adam(model.parameters()), torch.optim.Adam(other.parameters())
+
+    def loss(model: Any, batch: Any) -> Any:
+        other(batch).sum().backward()
+        inner.step()
+        inner.zero_grad()
+        return model(batch).sum()
+
+    for _ in range(2):
+        loss(model, torch.ones(4)).backward()
+    own.step()
+    there: Any = unpack(pack(Workload(model, loss, lambda size: torch.randn(size, 4), own)))
+    there.loss(there.model, torch.ones(4)).backward()
+    assert not there.optimizer.state
+    there.optimizer.step()
+    (found,) = (cell.cell_contents for cell in there.loss.__closure__ if isinstance(cell.cell_contents, type(inner)))
+    assert {int(state["step"]) for state in found.state.values()} == {3}
+
+
+def test_classes_and_functions_of_main_reach_spawned_workers_of_a_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ForkingPickler, "reducer_override", _reduce_for_worker, raising=False)
     names: dict[str, Any] = {"__name__": "__main__", "torch": torch}
     exec(
         "class Rows(torch.utils.data.Dataset):\n"
@@ -181,7 +204,34 @@ def test_classes_and_functions_of_main_reach_spawned_workers_of_a_loader() -> No
     assert (row.index, type(row)) == (3, type(found.dataset[0]))
 
 
-def test_another_default_device_is_refused_since_a_trial_would_not_have_it() -> None:
-    with torch.device("meta"), pytest.raises(WorkloadError, match="default device is meta") as caught:
-        pack(workload_of(Net()))
+def test_another_default_device_is_refused_for_what_lives_here_since_a_trial_would_not_have_it() -> None:
+    with torch.device("meta"):
+        with pytest.raises(WorkloadError, match=r"^workload\.model .*default device is meta") as caught:
+            pack(workload_of(Net()))
+        of_functions = pack(workload_of(Net))
     assert "torch.set_default_device" in caught.value.next_step
+    found: Any = unpack(of_functions)
+    assert found.model is Net
+
+
+def test_to_unpack_changes_nothing_of_how_this_process_pickles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ForkingPickler, "reducer_override", raising=False)
+    arrived(Net())
+    assert "reducer_override" not in vars(ForkingPickler)
+
+
+def test_a_batchs_class_of_main_is_defined_once_for_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec("class Row:\n    pass\n", names)
+    definitions: list[Any] = []
+    dumps = cloudpickle.dumps
+
+    def counted(obj: Any) -> Any:
+        definitions.append(obj)
+        return dumps(obj)
+
+    monkeypatch.setattr(cloudpickle, "dumps", counted)
+    monkeypatch.setattr(ForkingPickler, "reducer_override", _reduce_for_worker, raising=False)
+    batches = [ForkingPickler.dumps(names["Row"]()) for _ in range(3)]
+    assert {type(pickle.loads(batch)) for batch in batches} == {names["Row"]}
+    assert definitions == [names["Row"]]

@@ -132,6 +132,11 @@ def test_in_python_advice_names_arguments() -> None:
     assert advice in shown.answer_html() + flowing(printed(shown)), "of the command line they stay options"
 
 
+def test_an_odd_backtick_in_one_line_takes_nothing_from_the_advice_of_the_next() -> None:
+    shown = recommendation(reason="the ` key", warnings=("Give --budget 120 to `train`.",))
+    assert "Give budget=120 to `train`." in shown.explain()
+
+
 GREEN = "\x1b[32m"
 
 
