@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import math
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from subjects import storages_on_fake_gpu
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autotune_amp.core.outcome import GradientDamage
 from autotune_amp.numerics.comparison import GradientComparer, parameters_with_signal
@@ -119,11 +119,13 @@ def test_of_a_sparse_gradient_only_what_it_stores_is_kept() -> None:
 
 def test_of_a_device_nothing_stays_filled_but_small_sums() -> None:
     """A training may fill its device, and the check of its precisions must fit there too."""
+    before = storages_on_fake_gpu()
     with FakeTensorMode():
         gradients: Gradients = {"w": torch.zeros(4096, device="cuda"), "v": torch.zeros(4096, device="cuda")}
         comparer = GradientComparer({"w", "v"})
         for _ in range(2):
             comparer.add(gradients, gradients)
-        held = [o for o in gc.get_objects() if type(o) is FakeTensor and o.device.type == "cuda"]
-    stored = {o.untyped_storage()._cdata: o.untyped_storage().nbytes() for o in held}
-    assert sum(stored.values()) < 2 * 4096 * 4 + 4096, "no more than the two gradients themselves"
+        held = storages_on_fake_gpu()
+    assert sum(held[address].nbytes() for address in held.keys() - before.keys()) < 2 * 4096 * 4 + 4096, (
+        "no more than the two gradients themselves"
+    )
