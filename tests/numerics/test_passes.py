@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -67,6 +68,14 @@ def test_the_first_state_is_kept_in_host_memory(monkeypatch: pytest.MonkeyPatch)
         held = storages_on_fake_gpu()
     assert len(held.keys() - before.keys()) == 1, "the model's own parameter"
     assert not passes.num_passes
+
+
+def test_the_seconds_of_a_pass_are_without_those_of_restoring(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0, 100.0, 100.0, 101.0])
+    monkeypatch.setattr(passes_module, "time", Mock(perf_counter=lambda: next(seconds)))
+    passes = Passes(build("MLP"))
+    passes.run(0, "fp32")
+    assert (passes.seconds_of["fp32"], passes.restore_seconds) == (1.0, 100.0)
 
 
 def test_a_buffer_that_is_expanded_is_left_alone() -> None:
