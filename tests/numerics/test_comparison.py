@@ -8,9 +8,10 @@ import pytest
 import torch
 from subjects import storages_on_fake_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from autotune_amp.core.outcome import GradientDamage
-from autotune_amp.numerics.comparison import GradientComparer, parameters_with_signal
+from autotune_amp.numerics.comparison import GradientComparer, _products, parameters_with_signal
 from autotune_amp.numerics.passes import Gradients
 
 
@@ -115,6 +116,26 @@ def test_of_a_sparse_gradient_only_what_it_stores_is_kept() -> None:
     # Two of the three batches share an error of 0.5 in the four entries of one row: a product of 1, of three pairs.
     assert found.common_error == pytest.approx(math.sqrt(1 / 3 / ((8 + 32 + 36) / 3)))
     assert found.flushed_share == 0.0
+
+
+class Transfers(TorchFunctionMode):
+    """Records the dtypes that copies to a device have there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.to and isinstance(args[1], torch.device):
+            self.dtypes.add(result.dtype)
+        return result
+
+
+def test_errors_in_host_memory_are_sent_to_the_device_as_they_are() -> None:
+    with Transfers() as transfers:
+        _products(torch.zeros(2, 64, dtype=torch.bfloat16), torch.device("cpu"))
+    assert transfers.dtypes == {torch.bfloat16}
 
 
 def test_of_a_device_nothing_stays_filled_but_small_sums() -> None:
