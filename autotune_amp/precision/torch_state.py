@@ -203,7 +203,7 @@ def default_sdp_order(device: torch.device) -> list[int]:
     """
     if not _torchs_sdp_order:
         query = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device=device)
-        is_math_allowed = torch.backends.cuda.math_sdp_enabled()
+        is_math_allowed = torch.backends.cuda.math_sdp_enabled()  # type: ignore[no-untyped-call]
         torch.backends.cuda.enable_math_sdp(True)  # the call raises if no allowed backend supports it
         try:
             torch._fused_sdp_choice(query, query, query)

@@ -204,7 +204,7 @@ def test_torchs_order_is_asked_for_where_the_caller_allows_no_backend(monkeypatc
     torch_state.apply_flags(before | {f"cuda.{kernel}_sdp": False for kernel in kernels})
     try:
         assert torch_state.default_sdp_order(torch.device("cpu")) == before["sdp_priority_order"]
-        assert not torch.backends.cuda.math_sdp_enabled()
+        assert not torch.backends.cuda.math_sdp_enabled()  # type: ignore[no-untyped-call]
     finally:
         torch_state.apply_flags(before)
 
