@@ -303,7 +303,7 @@ def _products(errors: Tensor | Sequence[Tensor], device: torch.device) -> Tensor
         parts: Iterable[Tensor] = torch.split(errors, _CHUNK_ENTRIES, dim=1)
     else:
         parts = map(torch.stack, zip(*(torch.split(row, _CHUNK_ENTRIES) for row in errors), strict=True))
-    chunks = (part.to(device, wide_dtype(device)) for part in parts)
+    chunks = (part.to(device).to(wide_dtype(device)) for part in parts)  # in one call the host would convert
     zeros = torch.zeros(len(errors), len(errors), dtype=torch.float64)
     return sum(((chunk @ chunk.T).cpu().double() for chunk in chunks), zeros)
 

@@ -418,12 +418,15 @@ class Experiment:
     def _elapsed_seconds(self) -> float:
         return time.perf_counter() - self._started
 
-    def has_time_for(self, num_fp32: int, num_low: int) -> bool:
+    def has_time_for(self, num_fp32: int, num_low: int, num_restores: int = 0) -> bool:
         """Return whether the time left is enough for so many passes in fp32 and in the precision, as predicted.
 
-        Before the first pass, whether the time limit has not passed.
+        `num_restores` of them restore the first weights. Before the first pass, return whether the time limit has not
+        passed.
         """
-        return self._elapsed_seconds() + self._predicted_seconds(num_fp32, num_low) <= self._seconds
+        restore_seconds = num_restores * self.low.restore_seconds
+        predicted_seconds = self._predicted_seconds(num_fp32, num_low) + restore_seconds
+        return self._elapsed_seconds() + predicted_seconds <= self._seconds
 
     def _predicted_seconds(self, num_fp32: int, num_low: int) -> float:
         """Predict the seconds of this many passes, each half as long again as the fastest so far in its precision.
@@ -458,13 +461,14 @@ class Experiment:
         num_tried = allowed_sizes[-1] if subject.device.type == "cpu" else num_samples
         num_fp32 = MIN_NUM_BATCHES + NUM_PAIRED_STEPS + 2  # the last two are those of `_reference_pass`
         num_low = MIN_NUM_BATCHES + NUM_PAIRED_STEPS + (NUM_SCALE_PASSES if self._mode.takes_scaler else 0)
+        num_restores = num_fp32 + num_low - 2 * NUM_PAIRED_STEPS  # training steps restore nothing
         fitting: list[int] = []  # allowed sizes for which there is time, largest first
         with suppress(Exception):  # a loss may need its batch size; other exceptions recur later
             self._use_batches(truncate_batches(subject.batches, num_tried))
             for _ in range(2):  # the first pass may be slow
                 self.fp32.run(0, "fp32")
                 self.low.run(0, self.precision, scale=2.0**self._log2_guess if self._mode.takes_scaler else 1.0)
-                left = self._seconds - self._elapsed_seconds()
+                left = self._seconds - self._elapsed_seconds() - num_restores * self.low.restore_seconds
                 seconds_per_sample = self._predicted_seconds(num_fp32, num_low) / num_tried
                 fitting = [size for size in allowed_sizes if size * seconds_per_sample <= left] or allowed_sizes[-1:]
                 if fitting[0] == num_samples or left <= 0:

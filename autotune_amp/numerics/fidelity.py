@@ -75,7 +75,7 @@ def check(
                 return experiment.report(attempt)
             if on_bad_verdict is not None:
                 on_bad_verdict(experiment.report(attempt))
-            if not experiment.has_time_for(2, 2):  # the search runs passes in fp32 and in the precision
+            if not experiment.has_time_for(2, 2, 4):  # the search runs passes in fp32 and in the precision
                 return experiment.report(attempt, where="; there was no time to search for the modules that cause it")
             culprits, healing_pins = _find_culprits_and_pins(experiment, attempt)
             return experiment.report(attempt, culprits, healing_pins)
@@ -117,7 +117,7 @@ def _find_culprits_and_pins(experiment: Experiment, attempt: Attempt) -> tuple[t
             pins = (*pins, *usable) if usable else (*first_pins, *parents)
             if pins in (attempt.pins, first_pins) or len(pins) - len(first_pins) > limit:
                 break
-            if not experiment.has_time_for(MIN_NUM_BATCHES, MIN_NUM_BATCHES + NUM_PAIRED_STEPS):
+            if not experiment.has_time_for(MIN_NUM_BATCHES, MIN_NUM_BATCHES + NUM_PAIRED_STEPS, 2 * MIN_NUM_BATCHES):
                 break
             attempt = experiment.attempt(pins)
         except Exception:

@@ -111,7 +111,8 @@ class PassResult:
 class Passes:
     """Runner of repeatable passes over one model, by default from its first weights and buffers.
 
-    `num_passes` counts the passes, and `seconds_of` holds the seconds of the fastest one in each precision.
+    `num_passes` counts the passes, and `seconds_of` holds the seconds of the fastest one in each precision, without
+    those of restoring the first state before it: `restore_seconds`, of the latest pass that did.
     `has_random_draws` is True if a pass used, or may have used, random numbers. If `random_mode` is set, half-precision
     random numbers are drawn in fp32. For a custom training loop, `num_steps_per_call` is the number of steps of one
     optimizer in the latest call. `reuses_casts` is True if a call made several of them inside one autocast, which keeps
@@ -126,6 +127,7 @@ class Passes:
         self.reuses_casts = False
         self.random_mode: Fp32RandomMode | None = None
         self.seconds_of: dict[Precision, float] = {}
+        self.restore_seconds = 0.0
         self.has_random_draws = subject.device.type != "cpu"
         self._has_like_draws = subject.device.type == "cpu" and subject.has_like_draws
         self._first_state = _copied_state(self.model)
@@ -147,9 +149,11 @@ class Passes:
         forward pass runs inside `around_forward`, and `before_backward` is called with the scaled loss; a custom
         training loop ignores both.
         """
-        started = time.perf_counter()
         if restores:
+            restore_started = time.perf_counter()
             self.restore()
+            self.restore_seconds = time.perf_counter() - restore_started
+        started = time.perf_counter()
         self.num_passes += 1
         self.model.zero_grad(set_to_none=True)
         set_flags(precision)

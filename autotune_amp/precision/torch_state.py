@@ -6,7 +6,6 @@ import random
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -37,6 +36,7 @@ _BACKEND_FLAGS = (
 # Kernels that scaled_dot_product_attention may use.
 _ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 _SDP_ORDER_AT_START = [1, 2, 0, 3, 4]  # flash first: the order of attention backends with which torch begins
+_torchs_sdp_order: list[int] = []  # the order that torch itself sets, empty until it has been asked for
 _BACKENDS: Any = torch.backends  # torch does not type torch.backends.fp32_precision
 
 
@@ -181,8 +181,10 @@ def apply_flags(state: dict[str, Any]) -> None:
     for kernel in _ATTENTION_KERNELS:
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(state[f"cuda.{kernel}_sdp"])
     order, accelerator = state["sdp_priority_order"], started_accelerator()
-    if order == _SDP_ORDER_AT_START and accelerator is not None:  # the caller has made no call of attention yet
-        order = default_sdp_order(accelerator)
+    if accelerator is not None:
+        default_order = default_sdp_order(accelerator)  # torch would set it later, over the caller's
+        if order == _SDP_ORDER_AT_START:  # the caller has made no call of attention yet
+            order = default_order
     torch._C._set_sdp_priority_order(order)
 
 
@@ -193,16 +195,22 @@ def started_accelerator() -> torch.device | None:
     return accelerator if getattr(module, "is_initialized", lambda: False)() else None
 
 
-@cache
 def default_sdp_order(device: torch.device) -> list[int]:
-    """Return torch's own order of preference of attention backends on `device`.
+    """Return torch's own order of preference of attention backends in this process, which uses `device`.
 
-    torch sets it in the first call there, over an order that was set before: on an H100 it prefers cuDNN. This makes
-    such a call, so that an order that is set afterwards stays.
+    torch sets it in the process's first call, over an order that was set before: on an H100 it prefers cuDNN. This
+    makes such a call on `device`, so that an order that is set afterwards stays.
     """
-    query = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device=device)
-    torch._fused_sdp_choice(query, query, query)
-    return torch._C._get_sdp_priority_order()
+    if not _torchs_sdp_order:
+        query = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device=device)
+        is_math_allowed = torch.backends.cuda.math_sdp_enabled()  # type: ignore[no-untyped-call]
+        torch.backends.cuda.enable_math_sdp(True)  # the call raises if no allowed backend supports it
+        try:
+            torch._fused_sdp_choice(query, query, query)
+        finally:
+            torch.backends.cuda.enable_math_sdp(is_math_allowed)
+        _torchs_sdp_order[:] = torch._C._get_sdp_priority_order()
+    return list(_torchs_sdp_order)
 
 
 def apply_fp32_flags(state: dict[str, Any]) -> None:

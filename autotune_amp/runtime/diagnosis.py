@@ -269,7 +269,7 @@ class Rerunner:
             for module in (root, *pinned):
                 stack.callback(set_wrappers, module, wrappers_of(module))
             if precision != self.current:
-                stack.callback(torch_state.apply, torch_state.capture())
+                stack.callback(torch_state.apply_fp32_flags, torch_state.capture())
                 set_flags(precision)
             recipe = self._fp8_recipe if precision == "fp8" else None
             stack.enter_context(fp8.temporary_recipe([root], recipe, self.ranks.device))

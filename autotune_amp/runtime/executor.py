@@ -314,7 +314,7 @@ class Executor:
                 yield
         finally:
             self.is_validating = was_validating
-            torch_state.apply(flags)
+            torch_state.apply_fp32_flags(flags)
             if model is not None:
                 self.precision = own
                 self._force_model()

@@ -75,7 +75,7 @@ def describe(context: Context, job: Describe, tell: Tell) -> Description:  # noq
     """Build the workload once and return its description."""
     workload, device, state = context.workload, torch.device(job.device), job.torch_state
     torch_state.apply(state)
-    context_seconds = _start_accelerator(device)
+    context_seconds = _start_accelerator(device, state)
     data_kind, batch_size, num_samples = data.describe(workload.data)
     started = time.perf_counter()
     model = context.model(device)
@@ -275,14 +275,15 @@ def prepare_process(context: Context, spec: Trial | Check) -> tuple[PeakMemory, 
     """Seed, start the accelerator and limit the memory. Return the `PeakMemory` and the seconds that the start took."""
     device = torch.device(spec.device)
     torch_state.seed(spec.seed + (spec.rank if isinstance(spec, Trial) else 0))  # each rank draws other samples
-    context_seconds = _start_accelerator(device)
+    context_seconds = _start_accelerator(device, spec.torch_state)
     memory = PeakMemory(device, spec.memory_limit_bytes, context.build_memory, context.template_file_bytes)
     return memory, context_seconds
 
 
-def _start_accelerator(device: torch.device) -> float:
+def _start_accelerator(device: torch.device, state: dict[str, Any]) -> float:
     """Start the device, make it the current one (the "cuda" of the user's code), and move the user's tensors there.
 
+    Apply the flags of the caller's `state` again, since attention backends have their order only on a started device.
     Return the seconds it took.
     """
     if device.type == "cpu":
@@ -292,6 +293,7 @@ def _start_accelerator(device: torch.device) -> float:
         torch.accelerator.set_device_index(device)
     torch.ones(1, device=device).add_(1)
     move_to_accelerator(device)
+    torch_state.apply_flags(state)
     torch.accelerator.synchronize(device)
     return time.perf_counter() - started
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from autotune_amp.core.outcome import Fidelity
@@ -26,6 +28,13 @@ class Batch(NamedTuple):
     number: int
     x: Tensor
     y: Tensor
+
+
+def storages_on_fake_gpu() -> dict[int, torch.UntypedStorage]:
+    """Return the storages of the process's CUDA fake tensors that something still refers to, by their address."""
+    gc.collect()
+    living = [each for each in gc.get_objects() if type(each) is FakeTensor and each.device.type == "cuda"]
+    return {storage._cdata: storage for storage in (each.untyped_storage() for each in living)}
 
 
 def mean_square(model: nn.Module, batch: Batch) -> Tensor:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import math
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from subjects import storages_on_fake_gpu
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from autotune_amp.core.outcome import GradientDamage
-from autotune_amp.numerics.comparison import GradientComparer, parameters_with_signal
+from autotune_amp.numerics.comparison import GradientComparer, _products, parameters_with_signal
 from autotune_amp.numerics.passes import Gradients
 
 
@@ -117,13 +118,35 @@ def test_of_a_sparse_gradient_only_what_it_stores_is_kept() -> None:
     assert found.flushed_share == 0.0
 
 
+class Transfers(TorchFunctionMode):
+    """Records the dtypes that copies to a device have there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.to and isinstance(args[1], torch.device):
+            self.dtypes.add(result.dtype)
+        return result
+
+
+def test_errors_in_host_memory_are_sent_to_the_device_as_they_are() -> None:
+    with Transfers() as transfers:
+        _products(torch.zeros(2, 64, dtype=torch.bfloat16), torch.device("cpu"))
+    assert transfers.dtypes == {torch.bfloat16}
+
+
 def test_of_a_device_nothing_stays_filled_but_small_sums() -> None:
     """A training may fill its device, and the check of its precisions must fit there too."""
+    before = storages_on_fake_gpu()
     with FakeTensorMode():
         gradients: Gradients = {"w": torch.zeros(4096, device="cuda"), "v": torch.zeros(4096, device="cuda")}
         comparer = GradientComparer({"w", "v"})
         for _ in range(2):
             comparer.add(gradients, gradients)
-        held = [o for o in gc.get_objects() if type(o) is FakeTensor and o.device.type == "cuda"]
-    stored = {o.untyped_storage()._cdata: o.untyped_storage().nbytes() for o in held}
-    assert sum(stored.values()) < 2 * 4096 * 4 + 4096, "no more than the two gradients themselves"
+        held = storages_on_fake_gpu()
+    assert sum(held[address].nbytes() for address in held.keys() - before.keys()) < 2 * 4096 * 4 + 4096, (
+        "no more than the two gradients themselves"
+    )

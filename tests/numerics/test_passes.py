@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import warnings
 from collections import Counter
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from subjects import SUBJECTS, Batch, build, dense, mean_square, mlp, subject
+from subjects import SUBJECTS, Batch, build, dense, mean_square, mlp, storages_on_fake_gpu, subject
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune_amp.core.precisions import Precision
@@ -61,12 +61,21 @@ def test_a_pass_begins_from_the_first_state_from_the_state_as_it_is_or_from_what
 
 def test_the_first_state_is_kept_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes_module, "is_plain_tensor", lambda _: True)  # a fake tensor is no plain one
+    before = storages_on_fake_gpu()
     with FakeTensorMode():
         model = nn.ParameterDict({"w": torch.zeros(64, device="cuda")})
         passes = Passes(replace(build("MLP"), model=model))
-        held = [o for o in gc.get_objects() if type(o) is FakeTensor and o.device.type == "cuda"]
-    assert len({o.untyped_storage()._cdata for o in held}) == 1, "the model's own parameter"
+        held = storages_on_fake_gpu()
+    assert len(held.keys() - before.keys()) == 1, "the model's own parameter"
     assert not passes.num_passes
+
+
+def test_the_seconds_of_a_pass_are_without_those_of_restoring(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0, 100.0, 100.0, 101.0])
+    monkeypatch.setattr(passes_module, "time", Mock(perf_counter=lambda: next(seconds)))
+    passes = Passes(build("MLP"))
+    passes.run(0, "fp32")
+    assert (passes.seconds_of["fp32"], passes.restore_seconds) == (1.0, 100.0)
 
 
 def test_a_buffer_that_is_expanded_is_left_alone() -> None:

@@ -171,7 +171,7 @@ class LazyOrder:
         monkeypatch.setattr(torch._C, "_set_sdp_priority_order", lambda order: setattr(self, "order", order))
         monkeypatch.setattr(torch, "_fused_sdp_choice", self.attend)
         monkeypatch.setattr(torch_state, "started_accelerator", lambda: torch.device("cpu"))
-        torch_state.default_sdp_order.cache_clear()
+        monkeypatch.setattr(torch_state, "_torchs_sdp_order", [])
 
     def attend(self, *_: Any) -> int:
         self.order = self.order if self.is_set else [3, 1, 2, 0, 4]
@@ -189,7 +189,35 @@ def test_trials_after_the_first_have_torchs_own_order_of_attention_backends(monk
     assert lazy.attend() == 2, "one that the caller has set"
     torch_state.apply_flags(caller)
     assert lazy.attend() == 3
-    torch_state.default_sdp_order.cache_clear()
+
+
+def test_the_callers_order_of_attention_backends_stays_after_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy, caller = LazyOrder(monkeypatch), torch_state.capture()
+    torch_state.apply_flags(caller | {"sdp_priority_order": [2, 1, 0, 3, 4]})
+    assert lazy.attend() == 2
+
+
+def test_torchs_order_is_asked_for_where_the_caller_allows_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_state, "_torchs_sdp_order", [])
+    before = torch_state.capture()
+    kernels = ("flash", "mem_efficient", "math", "cudnn")
+    torch_state.apply_flags(before | {f"cuda.{kernel}_sdp": False for kernel in kernels})
+    try:
+        assert torch_state.default_sdp_order(torch.device("cpu")) == before["sdp_priority_order"]
+        assert not torch.backends.cuda.math_sdp_enabled()  # type: ignore[no-untyped-call]
+    finally:
+        torch_state.apply_flags(before)
+
+
+def test_a_preferred_backend_is_set_on_the_models_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    LazyOrder(monkeypatch)
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch_state, "started_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch_state, "default_sdp_order", asked.append)
+    ATTENTION.change("efficient", LiveTraining([], [], torch.device("cuda:1")))()
+    assert asked == [torch.device("cuda:1")]
+    ATTENTION.change("efficient", LiveTraining([], [], torch.device("cpu")))()
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -201,4 +229,3 @@ def test_a_preferred_backend_is_used_from_the_first_call_on(monkeypatch: pytest.
     assert lazy.attend() == 2
     undo()
     assert lazy.attend() == 3
-    torch_state.default_sdp_order.cache_clear()

@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -26,6 +27,7 @@ from autotune_amp.core.errors import FormatError, InvalidRequestError, StudyErro
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.hardware import cpu
+from autotune_amp.precision import torch_state
 from autotune_amp.runtime import metrics, run_log
 from autotune_amp.runtime.metrics import SAMPLE_EVERY
 from autotune_amp.runtime.run_log import BeginLine, SampleLine
@@ -348,10 +350,14 @@ def test_nothing_is_told_as_flushed_by_a_sample_that_overflowed() -> None:
     assert training.controller.status().flushed_share is None
 
 
-def test_validation_runs_in_the_precision_that_is_asked_for_and_leaves_all_as_it_was() -> None:
+def test_validation_runs_in_the_precision_that_is_asked_for_and_leaves_all_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     training = scripted(fp16())
     layer, seen = nn.Linear(2, 2), []
     flags = torch.backends.cuda.matmul.fp32_precision
+    started = Mock(return_value=None)  # a state with attention backends would use the current GPU, not the model's
+    monkeypatch.setattr(torch_state, "started_accelerator", started)
     asked: tuple[Precision | None, ...] = (None, "fp32", "bf16")
     for precision in asked:
         with training.controller.validation(precision):
@@ -359,6 +365,7 @@ def test_validation_runs_in_the_precision_that_is_asked_for_and_leaves_all_as_it
             assert not torch.is_grad_enabled()
     assert seen == [torch.float16, torch.float32, torch.bfloat16]
     assert torch.backends.cuda.matmul.fp32_precision == flags
+    assert not started.called
     assert training.run(*CLEAN).controller.status().precision == "fp16"
 
 

@@ -35,6 +35,21 @@ from autotune_amp.trial.worker import cudnn_flags_in_use, users_precision
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
+def test_the_callers_flags_are_applied_once_more_when_the_device_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of attention backends is known only then."""
+    calls = Mock()
+    monkeypatch.setattr(torch, "ones", calls.start)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", Mock())
+    monkeypatch.setattr(torch.accelerator, "synchronize", Mock())
+    monkeypatch.setattr(worker, "move_to_accelerator", Mock())
+    monkeypatch.setattr(worker, "PeakMemory", Mock())
+    monkeypatch.setattr(torch_state, "apply_flags", calls.apply)
+    spec = Trial(candidate=Setting(precision="fp32", batch_size=4), device="cuda:0", torch_state={"flag": 1})
+    worker.prepare_process(Context(Mock()), spec)
+    assert [call[0] for call in calls.mock_calls if "." not in call[0] and "(" not in call[0]] == ["start", "apply"]
+    calls.apply.assert_called_once_with({"flag": 1})
+
+
 def described(workload: Workload, **fields: Any) -> Any:
     asked = Describe(device="cpu", torch_state=torch_state.capture(), **fields)
     return worker.describe(Context(workload, is_kept=False), asked, lambda event: None)
