@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
-import torch
 
 from autotune_amp.core.documents import Share, Whole
 from autotune_amp.core.errors import FormatError
@@ -189,4 +188,4 @@ def restore(executor: Executor, window: UpdateWindow, saved: ValidatedState | No
     executor.apply()
     scaler.reader.restore(counters.waiting)
     if counters.waiting:  # the device's scale was this far ahead of the host's; the first loss tells the device
-        scaler.place(torch.device("cpu"), rule.bounded(scale), plain.growth_tracker)
+        scaler.place("cpu", rule.bounded(scale), plain.growth_tracker)

@@ -503,7 +503,7 @@ class LossScaler:
         tracker = self.growth_tracker
         return int(tracker.item()) if len(self.reader) and tracker is not None else self.rule.growth_tracker
 
-    def place(self, device: torch.device, scale: float, growth_tracker: int) -> None:
+    def place(self, device: torch.device | str, scale: float, growth_tracker: int) -> None:
         """Create `scale` and `growth_tracker` on a device."""
         self._written = scale
         self._inverse = None
