@@ -248,7 +248,7 @@ class _StopStoringController(PrecisionController):
         try:
             action()
         except TrainingStoppedError as error:
-            self.stopped = error
+            self.stopped = self.stopped or error  # the first tells the cause
 
 
 class AutotuneCallback(TrainerCallback):

@@ -296,6 +296,7 @@ class PrecisionController(torch.amp.GradScaler):
 
         Raises subclasses of `TrainingStoppedError` when the run must not go on.
         """
+        num_passes = self._check.window.num_passes
         if new_scale is not None:
             scale = check_scale(float(new_scale))
             growth_tracker = self._scaler.current_growth_tracker()
@@ -312,7 +313,7 @@ class PrecisionController(torch.amp.GradScaler):
                         "Call step(optimizer), or unscale_(optimizer), for each optimizer first.",
                     )
             self._end_window()
-        self._executor.raise_if_batches_differ()
+        self._executor.raise_if_batches_differ(num_passes)
         if self._end_signal is not None:
             self._end_signal.end_window()
 
@@ -562,7 +563,7 @@ class PrecisionController(torch.amp.GradScaler):
         Raises `InvalidRequestError` for anything but a whole number from 0.
         """
         try:
-            self._metrics.epoch = msgspec.convert(operator.index(number), Whole)
+            self._metrics.epoch = msgspec.convert(int(operator.index(number)), Whole)
         except (TypeError, msgspec.ValidationError) as error:
             raise InvalidRequestError(
                 f"The epoch is {number!r}; it must be a whole number from 0.", "Call controller.epoch(int(epoch))."

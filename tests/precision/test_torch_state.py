@@ -199,6 +199,7 @@ def test_the_callers_order_of_attention_backends_stays_after_the_first_call(monk
 
 def test_torchs_order_is_asked_for_where_the_caller_allows_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_state, "_torchs_sdp_order", [])
+    monkeypatch.setattr(torch_state, "started_accelerator", lambda: None)
     before = torch_state.capture()
     kernels = ("flash", "mem_efficient", "math", "cudnn")
     torch_state.apply_flags(before | {f"cuda.{kernel}_sdp": False for kernel in kernels})
