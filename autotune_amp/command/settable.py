@@ -69,7 +69,7 @@ def _script_arguments(arguments: Sequence[str]) -> Sequence[str]:
     """
     scripts = [number for number, word in enumerate(arguments) if word.endswith(".py")]
     modules = [number for number, word in enumerate(arguments) if word in ("-m", "--module")]
-    return arguments[(scripts or modules or [0])[0] :]
+    return arguments[min([*scripts, *modules], default=0) :]
 
 
 def left_to_script(config: AmpConfig, handled: Collection[str] = ()) -> list[str]:

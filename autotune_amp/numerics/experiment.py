@@ -493,7 +493,9 @@ class Experiment:
         run in fp32 becomes non-finite. The second value is the run in the precision that became non-finite, or None.
         The model keeps the weights of the last run.
         """
-        num_steps = next((n for n in LONG_STEPS if self.has_time_for((NUM_ORDERS + 1) * n, NUM_ORDERS * n, 2 * NUM_ORDERS + 1)), None)
+        num_runs = NUM_ORDERS + 1, NUM_ORDERS
+        possible = (n for n in LONG_STEPS if self.has_time_for(num_runs[0] * n, num_runs[1] * n, sum(num_runs)))
+        num_steps = next(possible, None)
         if num_steps is None:
             return findings, None
         orders = [shuffled_batch_order(num_steps, MAX_NUM_BATCHES, order) for order in range(NUM_ORDERS)]

@@ -368,6 +368,7 @@ class SearchThread(threading.Thread):
                 self._probed[device] = _start_error_fields(error)
 
     def _start_search(self, search: Search, target: Target, options: SearchOptions) -> None:
+        visible_gpus = _visible_gpus(target)
         events = SearchEvents(self._files / f"{search.id}.events.jsonl")
         if search.started is None or search.ended is not None:
             with contextlib.suppress(FileNotFoundError):
@@ -378,7 +379,7 @@ class SearchThread(threading.Thread):
         own = ["--json", "--events", str(events.path), "--out", self.studies, "--study", study]
         fresh = ["--fresh"] if search.is_fresh else []
         arguments = ["search", *options.arguments(), *fresh, *own, *target.arguments()]
-        self._running[search.id] = _Process(arguments, target.folder, self._output(search.id), _visible_gpus(target))
+        self._running[search.id] = _Process(arguments, target.folder, self._output(search.id), visible_gpus)
         self._events[search.id] = events
         self._interrupt_at[search.id] = time.monotonic() + options.budget_seconds + _LATE_SECONDS
         self.queue.change(search.id, state="running", started=time.time(), ended=None, error=None)

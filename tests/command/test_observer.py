@@ -212,3 +212,20 @@ def test_modules_that_others_call_are_not_recorded_where_watching_begins_inside_
     recorder.watch_modules()
     inner(torch.randn(4, 8))
     assert [name for name, *_ in recorder.pop_record()["forwards"]] == ["Outer", "Outer", "Linear"]
+
+
+@pytest.mark.parametrize(("shares", "num_watched"), [(True, 3), (False, 13)])
+def test_modules_are_watched_until_other_parameters_have_been_stepped(
+    monkeypatch: pytest.MonkeyPatch, shares: bool, num_watched: int
+) -> None:
+    monkeypatch.setattr(torch.nn.Module, "__call__", torch.nn.Module.__call__)  # puts them back
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", torch.optim.Optimizer.__init__)
+    recorder = passes.PassRecorder(Mock(shield=lambda hook: hook))
+    recorder.watch_first_steps()
+    model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    stepped = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = torch.optim.SGD((model if shares else other).parameters(), lr=0.1)  # such as one that wraps the other
+    for _ in range(20):
+        model(torch.randn(4, 2))
+        recorder.count_step(stepped)
+    assert len(recorder.pop_record()["forwards"]) == num_watched, kept

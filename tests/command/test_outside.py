@@ -234,7 +234,7 @@ with torch.no_grad():
     assert whole(x, y)["outputs"][0].abs().max() > 0
 for each, args in ((whole, (x, y)), (average, (x, y)), (partial, (x,))):
     for pickled in (pickle.dumps(each), cloudpickle.dumps(each)):
-        assert b"autotune" not in pickled, "a pickled model is as the script wrote it"
+        assert b"autotune_amp.command" not in pickled, "a pickled model is as the script wrote it"
         pickle.loads(pickled)(*args)
 """
     rank = ran(LOADER + text, precision="bf16")

@@ -169,6 +169,7 @@ def test_one_search_runs_on_a_device_and_none_overtakes(make: Callable[..., Serv
 def test_a_command_of_several_gpus_sees_these_and_runs_beside_none_of_them(
     make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(nvml, "host_uuids", lambda: ("GPU-a", "GPU-b", "GPU-c"))
     monkeypatch.setattr(devices, "_gpu_model", lambda _: "T4")
     monkeypatch.setattr(nvml, "process_notes", lambda _: ())
@@ -191,7 +192,8 @@ def test_a_command_of_several_gpus_sees_these_and_runs_beside_none_of_them(
 def test_a_command_of_all_gpus_sees_also_those_in_use(
     make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvml, "visible_uuids", lambda: ("GPU-a", "GPU-b"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(nvml, "host_uuids", lambda: ("GPU-a", "GPU-b"))
     monkeypatch.setattr(devices, "_gpu_model", lambda _: "T4")
     monkeypatch.setattr(nvml, "process_notes", lambda uuid: ("in use",) if uuid == "GPU-b" else ())
     service = make(all="auto")

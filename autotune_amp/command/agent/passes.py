@@ -25,7 +25,7 @@ from .tokens import TokenCount, count_tokens
 NUM_FULLY_WATCHED = (
     3  # first steps, in which module calls are recorded; then the patch is removed, as it slows training
 )
-_MAX_STEPS_OF_OTHERS = 100  # optimizer steps after which an optimizer without a step is not waited for
+_MAX_STEPS_OF_OTHERS = 10  # optimizer steps after which an optimizer without a step is not waited for
 MAX_BACKWARD_WITHOUT_STEP = 512  # assumed larger than any accumulation; then the script seems to update weights itself
 MAX_FORWARDS, MAX_LOSSES = MAX_BACKWARD_WITHOUT_STEP, 8  # the most that are reported for a step
 
@@ -182,9 +182,15 @@ class PassRecorder:
         self.watch_modules()
 
     def count_step(self, optimizer: Any) -> None:
-        """Count a step of an optimizer, and stop watching modules if it is the last of the first steps."""
+        """Count a step of an optimizer, and stop watching modules if it is the last of the first steps.
+
+        Optimizers of the same parameters have stepped too: those that wrap one another, as in sharpness-aware training.
+        """
         self._num_steps += 1
-        self._unstepped.discard(optimizer)
+        stepped = {id(parameter) for parameter in parameters_of(optimizer)} if self._unstepped else set()
+        for other in list(self._unstepped):
+            if other is optimizer or any(id(parameter) in stepped for parameter in parameters_of(other)):
+                self._unstepped.discard(other)
         num_more = self._num_steps - self._last_watched
         if num_more >= 0 and (not self._unstepped or num_more == _MAX_STEPS_OF_OTHERS):
             self.unwatch_modules()
