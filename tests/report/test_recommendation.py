@@ -194,7 +194,7 @@ def test_what_was_saved_comes_back_with_the_rights_of_the_umask_and_older_docume
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (GOOD.replace(b"quiet", b"\xff\xfe"), "is damaged: .*utf-8"),
+        (GOOD.replace(b"quiet", b"\xff\xfe"), "is damaged: .*(utf|UTF)-8"),
         (
             GOOD.replace(b'"batch_size": 64', b'"batch_size": 0'),
             r"is damaged: Expected `int` >= 1 .*batch_size`\.$",
