@@ -98,34 +98,33 @@ def test_a_busy_process_is_ours_or_anothers(monkeypatch: pytest.MonkeyPatch) -> 
     assert (anothers.others_num_cores or 0.0) > 0
 
 
-def test_what_was_before_the_last_step_to_warm_up_does_not_count_and_no_measured_step_is_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(machine_load, "read_counters", lambda: reading(now, 0.0, {}))
-    meter = LoadMeter()
+# What a meter is told, each the seconds after the one before, and the seconds that count.
+WARM_UPS = [
     # The second warm-up comes too soon for another look, the last after the measured steps.
-    for seconds, tell in ((5.0, "warm_up"), (0.1, "warm_up"), (3.0, "step"), (3.0, "step"), (3.0, "warm_up")):
-        now += seconds
-        getattr(meter, tell)()
-    for _ in range(2):
-        meter.hold()  # the first counts: a second process is killed after the first
-        now += 5.0
-    assert meter.stop().seconds == pytest.approx(0.1 + 3 * 3.0)
+    *((5.0, "warm_up"), (0.1, "warm_up"), (3.0, "step"), (3.0, "step"), (3.0, "warm_up")),
+    *((0.0, "hold"), (5.0, "hold"), (5.0, "hold")),  # the first counts: a second process is killed after the first
+]
+REPEATED_RUN = [(5.0, "step"), (1.0, "hold"), (9.0, "warm_up"), (2.0, "step"), (1.0, "hold")]
 
 
-def test_a_process_that_takes_steps_after_the_end_of_another_is_the_one_that_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize(
+    ("told", "seconds"),
+    [
+        pytest.param(
+            WARM_UPS, 0.1 + 3 * 3.0, id="what comes before the last step to warm up does not, each later does"
+        ),
+        pytest.param(REPEATED_RUN, 2.0 + 1.0, id="a process that takes steps after the end of another does alone"),
+    ],
+)
+def test_what_counts(monkeypatch: pytest.MonkeyPatch, told: list[tuple[float, str]], seconds: float) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(machine_load, "read_counters", lambda: reading(now, 0.0, {}))
     meter = LoadMeter()
-    for seconds, tell in ((5.0, "step"), (1.0, "hold"), (9.0, "warm_up"), (2.0, "step"), (1.0, "hold")):
-        now += seconds
-        getattr(meter, tell)()
-    assert meter.stop().seconds == pytest.approx(2.0 + 1.0)
+    for seconds_since, what in told:
+        now += seconds_since
+        getattr(meter, what)()
+    assert meter.stop().seconds == pytest.approx(seconds)
 
 
 def test_on_the_card_others_are_those_seen_that_neither_descend_from_us_nor_wait_for_us(
