@@ -42,7 +42,7 @@ from autotune_amp.core.workload import Fitting, OptimizersOfModel, Workload, typ
 from autotune_amp.dimensions.live_training import LiveTraining
 from autotune_amp.dimensions.optimizer_impl import OPTIMIZER_IMPL
 from autotune_amp.integrations.bridge import hold_after_last_step, replace_attributes
-from autotune_amp.integrations.lightning import NO_LOGGING, AutotunePrecision, training_loss
+from autotune_amp.integrations.lightning import NO_LOGGING, AutotunePrecision, loss_of, training_loss
 from autotune_amp.precision.modes import MODES
 from autotune_amp.trial.context import users_optimizers
 
@@ -362,7 +362,7 @@ class _StepReporter(Callback):
             return
         num_batches, self._num_batches, self._num_steps = self._num_batches, 0, trainer.global_step
         try:
-            self._fitting.stepped(outputs.get("loss") if isinstance(outputs, Mapping) else outputs, num_batches)
+            self._fitting.stepped(loss_of(outputs), num_batches)
         except BaseException:
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set without a type
             callbacks[:] = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
