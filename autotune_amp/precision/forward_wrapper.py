@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.precisions import Precision
-from autotune_amp.precision.torch_state import AUTOCAST_DTYPES, HALF_DTYPES, active_autocast_precision, is_packed
+from autotune_amp.precision.torch_state import AUTOCAST_DTYPES, HALF_DTYPES, active_autocast_precision, is_half
 
 # Parts that torch.compile, FSDP and activation checkpointing insert into module names.
 _WRAPPER_PARTS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -92,7 +92,7 @@ def is_cast_by_autocast(module: nn.Module) -> bool:
 
 def has_half_weights(module: nn.Module) -> bool:
     """Return whether any parameter in the module is kept in half precision; such a module cannot run in fp32."""
-    return any(weight.dtype in HALF_DTYPES and not is_packed(weight) for weight in module.parameters())
+    return any(map(is_half, module.parameters()))
 
 
 def computes_in_half(module: nn.Module) -> bool:
@@ -104,7 +104,7 @@ def computes_in_half(module: nn.Module) -> bool:
 
 def half_dtypes(module: nn.Module) -> set[torch.dtype]:
     """Return the half precisions that the module computes in outside of autocast too, as in `computes_in_half`."""
-    weights = {w.dtype for w in module.parameters() if w.dtype in HALF_DTYPES and not is_packed(w)}
+    weights = {weight.dtype for weight in module.parameters() if is_half(weight)}
     return weights | {layer.compute_dtype for layer in layers_with_half_compute_dtype(module)}
 
 

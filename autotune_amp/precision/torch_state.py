@@ -48,6 +48,11 @@ def is_packed(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "quant_state", None) is not None
 
 
+def is_half(weight: torch.Tensor) -> bool:
+    """Return whether a weight is kept in half precision: its dtype is one, and it is not packed."""
+    return weight.dtype in HALF_DTYPES and not is_packed(weight)
+
+
 def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
     """Return a new autocast context, empty for precisions without autocast.
 

@@ -555,7 +555,7 @@ class Executor:
             return
         self.ranks.note_device(parameters_of(optimizer))
         refuse_half_parameters(optimizer, self.precision)
-        if any(p.dtype in torch_state.HALF_DTYPES and not torch_state.is_packed(p) for p in parameters_of(optimizer)):
+        if any(map(torch_state.is_half, parameters_of(optimizer))):
             self._withdraw_without_autocast()
         if not self.optimizers:
             last = self.history[-1] if self.history else None
