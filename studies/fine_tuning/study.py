@@ -1,7 +1,8 @@
 """Search each fine-tuning, then train by hand with the answer: `python study.py [CELL…]`, a cell such as `trl_lora`.
 
 Each cell appends a line to results/outcomes.jsonl: the document of its search, and the rates of NUM_RUNS trainings of
-today's setting and of the answer in turn, in fresh processes without autotune_amp. A cell that has its line is skipped.
+today's setting and of the answer in turn, in fresh processes without autotune_amp. A cell that has its line is skipped,
+unless it is named.
 """
 
 import argparse
@@ -134,9 +135,9 @@ def environment() -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the cells that have no line in the results."""
+    """Run the cells that are named, or all that have no line in the results."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("cells", nargs="*", default=CELLS, metavar="CELL")
+    parser.add_argument("cells", nargs="*", metavar="CELL")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", default="tiny", help="of make.py")
     parser.add_argument("--budget", type=int, default=600, help="seconds of each search")
@@ -151,9 +152,8 @@ def main() -> None:
         make = [sys.executable, str(HERE / "make.py"), str(folder), "--size", options.size]
         subprocess.run(make, check=True, env=environment())
     shutil.copy(HERE / "train.py", folder)
-    for cell in options.cells:
-        if (cell, options.device, options.size) in known:
-            continue
+    missing = [cell for cell in CELLS if (cell, options.device, options.size) not in known]
+    for cell in options.cells or missing:
         found = search(cell, folder, options.device, options.budget)
         if found["status"] == 0:
             found["runs"] = by_hand(cell, folder, found["document"], options.device)
