@@ -532,7 +532,13 @@ class CommandBackend(WorkloadBackend):
 
     def _request_of(self, trial: Trial) -> RunRequest:
         environment = {**(self._environment or {}), **trial.environment}
-        return RunRequest.of(trial.candidate, seed=trial.seed, environment=environment, round=trial.round)
+        return RunRequest.of(
+            trial.candidate,
+            seed=trial.seed,
+            environment=environment,
+            round=trial.round,
+            counts_flops=bool(trial.candidate.arguments),  # those of today's arguments are in the description
+        )
 
     def _check(self, check: Check) -> Fidelity | Failure:
         """Judge the fidelity of a precision and arguments by gradients of two runs, with them and in fp32 with today's

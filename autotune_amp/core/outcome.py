@@ -33,6 +33,19 @@ Purpose: TypeAlias = Literal[
 FailureKind: TypeAlias = Literal["oom", "timeout", "nonfinite", "unsupported", "crash", "workload_error"]
 
 
+class CountedFlops(msgspec.Struct, frozen=True, kw_only=True):
+    """Floating-point operations of forward and backward pass over `num_samples` samples, counted by their operators.
+
+    `flops` is None if there is a `problem`. `num_positions` are those of the tokens in the samples, padding included,
+    None without token ids.
+    """
+
+    flops: Whole | None
+    num_samples: Count
+    num_positions: Whole | None = None
+    problem: str | None = None
+
+
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="measurement"):
     """Result of a trial that ran.
 
@@ -54,6 +67,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     it. `tokens_per_second` are real tokens over the measured steps, and `padded_share` is the share of all positions
     that is padding; both None if no batch held token ids (`command.agent.tokens`). `first_losses` are those of a
     command's first optimizer steps, and `num_first_tokens` the real tokens in these, None without token ids.
+    `counted_flops` are the operations of a command's second step, counted if it has arguments other than today's.
     """
 
     step_seconds: Positive
@@ -86,6 +100,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome"
     padded_share: Share | None = None
     first_losses: tuple[float, ...] = ()
     num_first_tokens: Whole | None = None
+    counted_flops: CountedFlops | None = None
 
     @property
     def num_steps(self) -> int:
@@ -159,19 +174,6 @@ class LaterVerdict(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: Whole
     verdict: Verdict
     reason: str
-
-
-class CountedFlops(msgspec.Struct, frozen=True, kw_only=True):
-    """Floating-point operations of forward and backward pass over `num_samples` samples, counted by their operators.
-
-    `flops` is None if there is a `problem`. `num_positions` are those of the tokens in the samples, padding included,
-    None without token ids.
-    """
-
-    flops: Whole | None
-    num_samples: Count
-    num_positions: Whole | None = None
-    problem: str | None = None
 
 
 class Fidelity(msgspec.Struct, frozen=True, kw_only=True, tag_field="outcome", tag="fidelity"):

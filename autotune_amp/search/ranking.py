@@ -279,7 +279,10 @@ def verdict_on(candidate: Setting, space: Space, fidelity: Mapping[Setting, Fide
     """Return the fidelity verdict on a candidate, *unchecked* without a check; None for fp32, the reference."""
     if not needs_check(candidate, space):
         return None
-    reason_and_next_step = "the search ended before it was checked", "Give a larger --budget."
+    reason_and_next_step = (
+        "the search had no time for its check, or expected another answer",
+        "Check it with `autotune-amp fidelity`.",
+    )
     if not is_checkable(candidate, space):
         reason_and_next_step = (
             "the flags set by your own code cannot be checked on this device",

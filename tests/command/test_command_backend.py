@@ -26,7 +26,7 @@ from autotune_amp.command.running import CompletedRun
 from autotune_amp.core.command_template import CommandTemplate
 from autotune_amp.core.errors import BudgetTooSmallError, DeviceError, RunnerError, WorkloadError
 from autotune_amp.core.job import Deadlines
-from autotune_amp.core.outcome import Description, Failure, Fidelity, Measurement
+from autotune_amp.core.outcome import CountedFlops, Description, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
 from autotune_amp.processes.local import LocalBackend
 from autotune_amp.processes.process import Watcher
@@ -134,10 +134,18 @@ def test_a_command_with_placeholders_is_described_followed_and_measured(script: 
     measured = backend.submit(trial(setting)).result()
     assert isinstance(measured, Measurement), measured
     assert measured.samples_per_second * measured.step_seconds == pytest.approx(16)
+    assert measured.counted_flops is None, "those of today's arguments were counted in the description"
     judged = backend.submit(fidelity(Setting(precision="bf16", batch_size=8))).result()
     assert isinstance(judged, Fidelity)
     assert judged.verdict != "unchecked", judged.reason
     assert (judged.noise_ratio or 0) > 0
+
+
+def test_operations_are_counted_in_trials_of_other_arguments(script: str, local: LocalBackend) -> None:
+    backend, _ = described([sys.executable, script, *BATCH, "--be", "{be=plain:other}"], local)
+    measured = backend.submit(trial(Setting(precision="fp32", batch_size=8, arguments=(("be", "other"),)))).result()
+    assert isinstance(measured, Measurement), measured
+    assert measured.counted_flops == CountedFlops(flops=2 * 2 * 8 * 8, num_samples=8)
 
 
 RECURRENT = """

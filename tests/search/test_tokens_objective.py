@@ -200,6 +200,27 @@ def test_without_a_count_utilization_is_its_reason(counted: CountedFlops | None,
     assert reason in utilization_line(found)
 
 
+def test_operations_are_those_of_a_run_with_the_arguments_of_the_answer() -> None:
+    fused = msgspec.structs.replace(BF16, arguments=(("optim", "fused"),))
+    log = Log()
+    for setting, speed, flops in ((FP32, 50.0, None), (BF16, 60.0, None), (fused, 100.0, 3 * 10**6)):
+        measurement = measured(Trial(candidate=setting, device="cpu"), speed)
+        counted = None if flops is None else CountedFlops(flops=flops, num_samples=1)
+        log.add(setting, msgspec.structs.replace(measurement, counted_flops=counted))
+    own: Description = described(counted_flops=CountedFlops(flops=5 * 10**6, num_samples=1))
+    decision = decided(log)
+
+    def attained(arguments: tuple[tuple[str, str], ...]) -> float | None:
+        config = msgspec.structs.replace(decision.config, arguments=arguments)
+        chosen = msgspec.structs.replace(decision, config=config)
+        return utilization(chosen, log.records, DEVICE, own).flops_per_second
+
+    speed = decision.evidence.samples_per_second
+    assert attained(fused.arguments) == pytest.approx(3e6 * speed)
+    assert attained(()) == pytest.approx(5e6 * speed)
+    assert attained((("optim", "unknown"),)) is None
+
+
 def test_a_commands_own_count_goes_before_those_of_checks_and_reaches_the_run(tmp_path: Path) -> None:
     def check(spec: Check) -> CheckOutcome:
         found = all_well(spec)

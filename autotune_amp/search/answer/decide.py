@@ -599,15 +599,14 @@ def utilization(
     The operations of one batch, counted in a check or a profile, are scaled by positions of tokens if both sides know
     these, else by samples.
     """
-    counts = [*([] if workload.counted_flops is None else [workload.counted_flops]), *_counts(records)]
+    evidence, config = decision.evidence, decision.config
+    of_description = [] if workload.counted_flops is None or config.arguments else [workload.counted_flops]
+    counts = [*of_description, *_counts(records, config.arguments)]
     counted = next((each for each in counts if each.flops), counts[0] if counts else None)
     if counted is None:
-        return Utilization(problem="no check or profile of this search counted its operations")
+        return Utilization(problem="no trial, check or profile of this search counted its operations")
     if not counted.flops:
         return Utilization(problem=counted.problem)
-    evidence, config = decision.evidence, decision.config
-    if config.arguments:
-        return Utilization(problem="its operations were counted with today's arguments only")
     attained = counted.flops / counted.num_samples * evidence.samples_per_second
     tokens_per_second, padded_share = evidence.tokens_per_second, evidence.padded_share
     if counted.num_positions and tokens_per_second is not None and padded_share is not None:
@@ -634,11 +633,13 @@ def utilization(
     )
 
 
-def _counts(records: Iterable[Record]) -> Iterator[CountedFlops]:
-    """Yield the counts of floating-point operations in the records of checks and profiles."""
+def _counts(records: Iterable[Record], arguments: tuple[tuple[str, str], ...]) -> Iterator[CountedFlops]:
+    """Yield the counts of floating-point operations in the records whose setting has these arguments."""
     for record in records:
         outcome = record.outcome
-        if isinstance(outcome, Fidelity) and outcome.counted_flops is not None:
+        if record.candidate.arguments != arguments:
+            continue
+        if isinstance(outcome, (Fidelity, Measurement)) and outcome.counted_flops is not None:
             yield outcome.counted_flops
         if isinstance(outcome, Profiled):
             yield CountedFlops(

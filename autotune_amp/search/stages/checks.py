@@ -132,7 +132,7 @@ def next_action(
     shortlist and another takes its place. The baseline is a contender, since it may be kept; a runner-up that is
     `HOPELESS_SLOWDOWN` times slower is skipped. `is_worth(gain, num_checks)` returns whether a relative gain in
     throughput justifies that many checks; the gain of a runner-up is its lead over the winner plus `SPEED_ERROR`, the
-    uncertainty of both, and that of a baseline nearly as fast at least `MIN_GAIN`.
+    uncertainty of both, and that of the baseline at least `MIN_GAIN`.
     """
     pinning_action = _next_pinning_action(ledger)
     if pinning_action is not None:
@@ -157,7 +157,7 @@ def next_action(
         is_unchecked = _is_unchecked(ledger, setting)
         if setting != shortlist.winner and ledger.is_by_throughput:
             lead = speeds[setting] / speeds[shortlist.winner] - 1 + SPEED_ERROR
-            if setting == shortlist.baseline and is_rival:  # kept unless the winner proves faster
+            if setting == shortlist.baseline:  # kept unless the winner proves faster
                 lead = max(lead, MIN_GAIN)
             if not is_worth(lead, is_uncalibrated + is_unchecked):
                 continue
