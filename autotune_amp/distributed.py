@@ -183,14 +183,20 @@ def free_port() -> int:
         return port
 
 
-def alone(num_ranks: int, device: str) -> tuple[str, ...]:
-    """Return a warning that one of `num_ranks` ranks was measured alone; empty for a single rank."""
+def alone(num_ranks: int, trainer_ranks: int, device: str) -> tuple[str, ...]:
+    """Return a warning that one rank was measured alone; empty if there is one.
+
+    `num_ranks` are known to the search, which counts the batches and the price of all. A Trainer that starts its
+    `trainer_ranks` itself is measured as one.
+    """
     beside = ", and their load was not on the CPU" if device == "cpu" else ""
+    counted = "" if trainer_ranks <= num_ranks else " Effective batch size, hours and price are one device's."
+    num_all = max(num_ranks, trainer_ranks)
     warning = (
-        f"Measured on one of {num_ranks} ranks alone: gradients were not exchanged{beside}. A rank will be slower than "
-        "this in training."
+        f"Measured on one of {num_all} ranks alone: gradients were not exchanged{beside}. A rank will be slower than "
+        f"this in training.{counted}"
     )
-    return (warning,) if num_ranks > 1 else ()
+    return (warning,) if num_all > 1 else ()
 
 
 class RankStore:
