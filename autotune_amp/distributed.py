@@ -184,17 +184,15 @@ def free_port() -> int:
 
 
 def alone(num_ranks: int, trainer_ranks: int, device: str) -> tuple[str, ...]:
-    """Return a warning that one rank was measured alone; empty if there is one.
-
-    `num_ranks` are known to the search, which counts the batches and the price of all. A Trainer that starts its
-    `trainer_ranks` itself is measured as one.
+    """Return a warning that one rank was measured alone of `num_ranks`, which the search's options count, or of
+    `trainer_ranks`, which a Trainer starts itself; empty if it is the only one.
     """
-    beside = ", and their load was not on the CPU" if device == "cpu" else ""
-    counted = "" if trainer_ranks <= num_ranks else " Effective batch size, hours and price are one device's."
     num_all = max(num_ranks, trainer_ranks)
+    beside = ", and their load was not on the CPU" if device == "cpu" else ""
+    per_device = " Effective batch size, hours and price are one device's." if trainer_ranks > num_ranks else ""
     warning = (
         f"Measured on one of {num_all} ranks alone: gradients were not exchanged{beside}. A rank will be slower than "
-        f"this in training.{counted}"
+        f"this in training.{per_device}"
     )
     return (warning,) if num_all > 1 else ()
 

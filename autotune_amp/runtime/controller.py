@@ -164,10 +164,7 @@ class PrecisionController(torch.amp.GradScaler):
     # The loop: autocast, backward, unscale_, step, update.
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return a new context for the forward pass in the current precision.
-
-        Raises `DemotedError` if that precision was measured with other batches and the loop does not go over `windows`.
-        """
+        """Return a new context for the forward pass in the current precision. See `on_demotion` for when it raises."""
         if self._is_moving:
             return nullcontext()
         self._executor.use_own_autocast()
