@@ -183,14 +183,18 @@ def free_port() -> int:
         return port
 
 
-def alone(num_ranks: int, device: str) -> tuple[str, ...]:
-    """Return a warning that one of `num_ranks` ranks was measured alone; empty for a single rank."""
+def alone(num_ranks: int, trainer_ranks: int, device: str) -> tuple[str, ...]:
+    """Return a warning that one rank was measured alone of `num_ranks`, which the search's options count, or of
+    `trainer_ranks`, which a Trainer starts itself; empty if it is the only one.
+    """
+    num_all = max(num_ranks, trainer_ranks)
     beside = ", and their load was not on the CPU" if device == "cpu" else ""
+    per_device = " Effective batch size, hours and price are one device's." if trainer_ranks > num_ranks else ""
     warning = (
-        f"Measured on one of {num_ranks} ranks alone: gradients were not exchanged{beside}. A rank will be slower than "
-        "this in training."
+        f"Measured on one of {num_all} ranks alone: gradients were not exchanged{beside}. A rank will be slower than "
+        f"this in training.{per_device}"
     )
-    return (warning,) if num_ranks > 1 else ()
+    return (warning,) if num_all > 1 else ()
 
 
 class RankStore:

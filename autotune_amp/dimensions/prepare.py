@@ -30,7 +30,9 @@ def prepare(config: Setting, model: Model, optimizer: Optimizers) -> tuple[Model
     model or optimizer does not support.
     """
     optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    devices = [parameter.device for parameter in model.parameters()]
+    # Of a model that is offloaded in part, the device that it trains on.
+    device = max(devices, key=lambda device: device.type not in ("cpu", "meta"), default=torch.device("cpu"))
     live = LiveTraining([model], list(optimizers), device)
     variants = {VARIANTS[name]: value for name, value in config.active_variants.items()}
     variants = {variant: value for variant, value in variants.items() if not variant.is_applied(value, live)}

@@ -124,8 +124,8 @@ def _precision(trainer: Trainer) -> precisions.Precision | None:
         raise WorkloadError(
             f"The Trainer has precision={name!r} by {plugin.__name__}, which trials do not have: they train the module "
             "as it is.",
-            'Pass a Trainer with "32-true", "bf16-mixed" or "16-mixed", or search the command that starts the '
-            "training: autotune-amp search -- python train.py.",
+            'Name the precision to compare with, Workload.from_lightning(..., precision="fp32"), "bf16" or "fp16", or '
+            "search the command that starts the training: autotune-amp search -- python train.py.",
         )
     return _PRECISIONS[name]
 
@@ -246,7 +246,9 @@ class _TrainerFunctions:
             module.configure_gradient_clipping(optimizer, value, algorithm)
 
     def _clips(self, module: LightningModule) -> bool:
-        return bool(self.arguments.get("gradient_clip_val")) or is_overridden("configure_gradient_clipping", module)
+        """Return whether the Trainer clips gradients, or the module has a hook in which it may."""
+        hooks = ("configure_gradient_clipping", "on_before_optimizer_step", "optimizer_step")
+        return bool(self.arguments.get("gradient_clip_val")) or any(is_overridden(hook, module) for hook in hooks)
 
     def loss(self, module: LightningModule, batch: Any) -> Tensor:
         """Return the loss of the module's training_step."""

@@ -30,6 +30,7 @@ from autotune_amp.integrations.transformers import (
     raise_if_model_has_autocast,
 )
 from autotune_amp.precision.modes import MODES
+from autotune_amp.trial.context import constructor_arguments
 
 __all__ = ["workload"]
 
@@ -156,18 +157,19 @@ def _optimizer(trainer: Trainer, sendable: Trainer) -> Any:
 def _options_of(optimizer: torch.optim.Optimizer, *, has_rates: bool) -> tuple[Any, ...]:
     """Return the class and defaults of the optimizer, and the number of parameters and the options of each group.
 
-    A learning rate is the one before the schedule; it is left out unless `has_rates`.
+    Options are arguments of its class: in training some optimizers, as schedule-free ones, keep their state beside
+    them. A learning rate is the one before the schedule; it is left out unless `has_rates`.
     """
-    names = optimizer.defaults.keys() - {"lr"}
+    defaults = {name: optimizer.defaults.get(name) for name in constructor_arguments(type(optimizer))}
     groups = [
         (
             len(group["params"]),
             group.get("initial_lr", group.get("lr")) if has_rates else None,
-            {name: group[name] for name in names if name in group},
+            {name: group[name] for name in defaults.keys() & group.keys() - {"lr"}},
         )
         for group in optimizer.param_groups
     ]
-    return type(optimizer), optimizer.defaults, groups
+    return type(optimizer), defaults, groups
 
 
 class _OptimizerFactory:

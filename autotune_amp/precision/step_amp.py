@@ -22,6 +22,17 @@ from autotune_amp.precision.torch_state import autocast, scaler_arguments
 
 MAX_CALLS_WITHOUT_STEP = 16  # calls of train_step, which may accumulate gradients over several before a step
 
+# Fields of a controller's status that a trial's lacks: None, or zero.
+_FIELDS_WITHOUT_VALUE = (
+    *("growth_tracker", "epoch", "flushed_share", "flushed_entries", "elapsed_seconds", "step_seconds"),
+    *("tokens_per_second", "mfu", "loss", "saved_memory_bytes", "forward_max"),
+    *("temperature_celsius", "sm_clock_mhz", "power_watts", "throttling"),
+)
+_COUNTS_OF_ZERO = (
+    *("rung", "num_skips", "num_overflows", "num_bad_batches", "num_moves", "num_scaler_updates", "num_growths"),
+    *("num_backoffs", "skip_share", "peak_memory_bytes"),
+)
+
 
 class StepAmpResult:
     """Result of `StepAmp.train_step`, with the controller's interface: true if all optimizers stepped."""
@@ -215,46 +226,24 @@ class StepAmp(torch.amp.GradScaler):
 
     def status(self) -> SimpleNamespace:
         """Return a status with the fields of `PrecisionController.status()`; skips and monitoring are not recorded."""
+        config, num_steps = self.config, self.num_updates
         return SimpleNamespace(
-            precision=self.config.precision,
+            **dict.fromkeys(_FIELDS_WITHOUT_VALUE),
+            **dict.fromkeys(_COUNTS_OF_ZERO, 0),
+            precision=config.precision,
             is_enabled=True,
             is_advisory=False,
-            pinned_modules=self.config.pinned_modules,
+            pinned_modules=config.pinned_modules,
             excluded_attention=(),
-            scale=None if self.config.loss_scale is None else self.get_scale(),
-            growth_tracker=None,
-            update=self.num_updates,
-            epoch=None,
-            rung=0,
-            num_updates=self.num_updates,
-            num_steps=self.num_updates,
-            num_skips=0,
-            num_overflows=0,
-            num_bad_batches=0,
-            num_moves=0,
-            num_scaler_updates=0,
-            num_growths=0,
-            num_backoffs=0,
-            skip_share=0.0,
-            amp_share=float(MODES[self.config.precision].uses_autocast),
-            steps_by_precision={self.config.precision: self.num_updates},
+            scale=None if config.loss_scale is None else self.get_scale(),
+            update=num_steps,
+            num_updates=num_steps,
+            num_steps=num_steps,
+            amp_share=float(MODES[config.precision].uses_autocast),
+            steps_by_precision={config.precision: num_steps},
             seconds_by_precision={},
-            flushed_share=None,
-            flushed_entries=None,
-            elapsed_seconds=None,
-            step_seconds=None,
-            tokens_per_second=None,
-            mfu=None,
-            loss=None,
-            peak_memory_bytes=0,
-            saved_memory_bytes=None,
-            temperature_celsius=None,
-            sm_clock_mhz=None,
-            power_watts=None,
-            throttling=None,
             throttling_reasons=(),
             capabilities={},
-            forward_max=None,
             history=(),
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,25 +28,6 @@ _MAX_DEPTH = 4  # of functions and objects that refer to one another
 _MAX_ITEMS = 64  # of a container that is searched
 
 
-class StepController(Protocol):
-    """Interface that a step needs of the controller."""
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """See `PrecisionController.autocast`, as for the other methods."""
-
-    def backward(self, loss: Tensor) -> None: ...  # noqa: D102
-
-    def unscale_(self, optimizer: Optimizer) -> None: ...  # noqa: D102
-
-    def unscale_together(self, optimizers: Sequence[Optimizer]) -> object: ...  # noqa: D102
-
-    def step(self, optimizer: Optimizer) -> StepResult: ...  # noqa: D102
-
-    def update(self) -> None: ...  # noqa: D102
-
-    def discard_window(self) -> None: ...  # noqa: D102
-
-
 class TrainStep:
     """Training step by closure. The latest closure is the rerun if the user gave none; its model is sought once."""
 
@@ -64,13 +45,13 @@ class TrainStep:
 
     def run(
         self,
-        controller: StepController,
+        controller: Any,
         current: WindowPosition,
         closure: Callable[[], Tensor],
         optimizer: Optimizer | Sequence[Optimizer],
         clip_norm: float | None,
     ) -> StepResult:
-        """Run one pass, and the step if it is the window's last; see `PrecisionController.train_step`."""
+        """Run one pass of a `PrecisionController`, and the step if it is the window's last; see its `train_step`."""
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._refuse(current, optimizers)
         if clip_norm is not None:

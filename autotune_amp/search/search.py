@@ -307,7 +307,7 @@ class _Search:
         hardware = replace(hardware, memory=replace(hardware.memory, held_by_caller=held_bytes_by_caller))
         self._progress.found_hardware(hardware)
         self._notes += hardware.notes
-        self._warnings += alone(max(self._options.num_ranks, opened.description.trainer_ranks), hardware.device)
+        self._warnings += alone(self._options.num_ranks, opened.description.trainer_ranks, hardware.device)
         if held_bytes_by_caller > _MIN_HELD_SHARE_TO_WARN * hardware.memory.total:
             self._warnings.append(
                 f"The calling process holds {size(held_bytes_by_caller)} on {device}, which trials could not "

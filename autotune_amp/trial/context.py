@@ -377,15 +377,21 @@ def _rebuild_optimizer(optimizer: torch.optim.Optimizer, groups: Iterable[Any]) 
     Raises `WorkloadError` if the class has an argument whose value is not among the optimizer's defaults.
     """
     cls = type(optimizer)
-    _, *arguments = inspect.signature(cls).parameters.values()
-    named = [each.name for each in arguments if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    named = constructor_arguments(cls)
     if unknown := [name for name in named if name not in optimizer.defaults]:
         raise WorkloadError(
             f"A trial cannot make an optimizer like this {type_name(optimizer)}: its defaults do not hold the values "
             f"of {', '.join(unknown)}.",
-            f"Pass a function that makes it: lambda parameters: {cls.__name__}(parameters, ...).",
+            f"Pass a function that makes it, lambda parameters: {cls.__name__}(parameters, ...), or, with a Trainer, "
+            f"Trainer(..., optimizer_cls_and_kwargs=({cls.__name__}, {{...}})).",
         )
     return cls(groups, **{name: optimizer.defaults[name] for name in named})
+
+
+def constructor_arguments(optimizer_class: type[torch.optim.Optimizer]) -> list[str]:
+    """Return the names of an optimizer class's arguments after the parameters to train."""
+    _, *arguments = inspect.signature(optimizer_class).parameters.values()
+    return [each.name for each in arguments if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
 
 
 _from_accelerator: list[weakref.ref[Tensor]] = []
@@ -399,10 +405,18 @@ def restore_on_cpu(make: Callable[..., Tensor], arguments: tuple[Any, ...]) -> T
 
 
 def move_to_accelerator(device: torch.device) -> None:
-    """Move the tensors of `restore_on_cpu` to the device; they stay the same objects."""
+    """Move the tensors of `restore_on_cpu` to the device. They stay the same objects, and views of the same memory."""
+    moved: dict[int, torch.UntypedStorage] = {}  # by the address on the CPU
     for reference in _from_accelerator:
-        if (tensor := reference()) is not None:
+        if (tensor := reference()) is None:
+            continue
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_quantized:
             tensor.data = tensor.data.to(device)
+            continue
+        storage, place = tensor.untyped_storage(), (tensor.storage_offset(), tensor.size(), tensor.stride())
+        if (address := storage.data_ptr()) not in moved:
+            moved[address] = storage.to(device=device)
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=device).set_(moved[address], *place)
     _from_accelerator.clear()
 
 

@@ -165,10 +165,9 @@ def time_steps(
     if training.device.type != "cpu" and reason != "cut" and _is_waiting_for_data(groups):
         seconds_without_wait = timer.time(spec.num_steps_per_report, repeated_batch=training.next_batch()).seconds
         report(0, seconds_without_wait)
-    was_cut = reason == "cut"
     if has_worst and spec.is_confirmation:
         _step_on_worst(training, timer, start_phase)
-    return timer.result(first_step_seconds, groups, was_cut=was_cut, seconds_without_wait=seconds_without_wait)
+    return timer.result(first_step_seconds, groups, was_cut=reason == "cut", seconds_without_wait=seconds_without_wait)
 
 
 def groups_per_loader_round(training: BaseTraining) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -156,6 +158,24 @@ def test_compiled_code_follows_the_backend() -> None:
     assert not is_flash(compiled)
     undo()
     assert is_flash(compiled)
+
+
+def test_of_an_offloaded_model_the_accelerators_backend_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first weights are on the CPU, and PyTorch sets its own order in the first call on the accelerator."""
+
+    class Offloaded(Block):
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            yield from super().parameters(recurse)
+            yield cast("nn.Parameter", SimpleNamespace(device=cuda))
+
+    cuda = torch.device("cuda", 0)
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch_state, "started_accelerator", lambda: cuda)
+    monkeypatch.setattr(torch_state, "default_sdp_order", asked.append)
+    prepare(AmpConfig(precision="fp32", batch_size=4, attention="cudnn"), Offloaded(), None)
+    assert torch._C._get_sdp_priority_order()[0] == 3  # SDPBackend.CUDNN_ATTENTION
+    ATTENTION.change("flash", live(Block()))
+    assert asked == [cuda, cuda]
 
 
 def test_what_is_compiled_stays_where_the_backend_is_preferred_already(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from autotune_amp import Workload
 from autotune_amp.core.setting import Setting
 from autotune_amp.precision import torch_state
 from autotune_amp.processes.packing import pack, unpack
-from autotune_amp.trial.context import Context
+from autotune_amp.trial.context import Context, move_to_accelerator
 from autotune_amp.trial.jobs import Trial
 from autotune_amp.trial.training import make_training
 from autotune_amp.trial.worker import prepare_process
@@ -43,3 +43,16 @@ def test_what_the_loss_and_the_dataset_hold_on_the_device_is_there_in_a_trial() 
     assert training.forward_backward(training.next_batch()).isfinite()
     training.update()
     training.close()
+
+
+def test_views_of_the_same_memory_on_the_device_stay_so_in_a_trial() -> None:
+    model, whole = nn.Linear(4, 2).cuda(), torch.zeros(4, 3, device="cuda")
+    part, sparse = whole[1:, 1], torch.eye(3, device="cuda").to_sparse()
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        part.fill_(float(sparse.sum()))
+        return model(batch).sum() + whole.sum()
+
+    there: Any = unpack(pack(Workload(model, loss, lambda size: torch.ones(size, 4))))
+    move_to_accelerator(torch.device("cuda:0"))
+    assert there.loss(lambda batch: batch, torch.zeros(1, device="cuda")) == 9.0

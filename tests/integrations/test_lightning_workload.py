@@ -84,8 +84,9 @@ def test_what_is_no_training_of_lightnings_is_refused() -> None:
 def test_a_trainer_that_converts_the_module_is_refused_unless_the_precision_is_given(tmp_path: Path) -> None:
     from lightning_samples import Data, Net, trainer
 
-    with pytest.raises(WorkloadError, match=r"precision='bf16-true'"):
+    with pytest.raises(WorkloadError, match=r"precision='bf16-true'") as raised:
         Workload.from_lightning(Net(), Data(), trainer(tmp_path, precision="bf16-true"))
+    assert 'from_lightning(..., precision="fp32")' in raised.value.next_step
     for name, precision in (("32-true", None), ("bf16-mixed", "bf16")):
         assert Workload.from_lightning(Net(), Data(), trainer(tmp_path, precision=name)).precision == precision
     given = Workload.from_lightning(Net(), Data(), trainer(tmp_path, precision="64-true"), precision="fp32")
@@ -116,6 +117,21 @@ def test_lightnings_own_precision_is_measured_unless_it_refuses_to_clip(is_fused
     fitting = Fitting(model, optimizer, None, setting, None, None, lambda loss, num_batches: None)
     (plugin,) = _precision_plugins(fitting, torch.device("cpu"), clips=clips)
     assert type(plugin) is (AutotunePrecision if is_fused and clips else MixedPrecision)
+
+
+@pytest.mark.parametrize("hook", ["configure_gradient_clipping", "on_before_optimizer_step", "optimizer_step"])
+def test_a_module_that_may_clip_in_a_hook_is_taken_to_clip(hook: str) -> None:
+    from lightning_samples import Data, Net
+
+    from autotune_amp.integrations.lightning_workload import _TrainerFunctions
+
+    class Clipping(Net):
+        pass
+
+    setattr(Clipping, hook, lambda *_, **__: None)
+    functions = _TrainerFunctions(Clipping(), None, Data(), {})
+    assert functions._clips(Clipping())
+    assert not functions._clips(Net())
 
 
 def test_a_trainer_of_several_devices_is_known_and_one_that_divides_the_model_is_refused(tmp_path: Path) -> None:

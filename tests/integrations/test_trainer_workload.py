@@ -242,6 +242,29 @@ class Rounding(torch.optim.SGD):
         self.bits = bits
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """As those of schedule-free learning, it counts its steps among the options of its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "num_steps": 0})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["num_steps"] += 1
+
+
+def test_after_a_training_the_trainers_own_optimizer_is_known_though_it_keeps_state_in_its_options(
+    tmp_path: Path,
+) -> None:
+    live = trainer(tmp_path)
+    live.optimizer_cls_and_kwargs = ScheduleFree, {"lr": 0.2}
+    live.train()
+    with another_process():
+        made: Any = trial(Workload.from_trainer(live)).optimizer
+    assert isinstance(made, ScheduleFree)
+    assert {group["num_steps"] for group in made.param_groups} == {0}
+
+
 @pytest.mark.parametrize("returns", [True, False])
 def test_a_trial_makes_the_optimizer_as_the_trainers_own_method_does(tmp_path: Path, returns: bool) -> None:
     from transformers import Trainer

@@ -304,7 +304,9 @@ def test_a_rerun_of_the_script_never_searches(workload: Any, monkeypatch: pytest
 
 
 def test_what_one_rank_cannot_measure_is_said() -> None:
-    (on_cpu,), (on_gpu,) = alone(2, "cpu"), alone(2, "cuda:0")
+    (on_cpu,), (on_gpu,), (of_trainer,) = alone(2, 1, "cpu"), alone(2, 2, "cuda:0"), alone(1, 2, "cuda:0")
+    assert alone(1, 1, "cpu") == ()
+    assert ("price" in on_gpu, "price" in of_trainer) == (False, True)
     assert "gradients were not exchanged, and their load was not on the CPU" in on_cpu
     assert "gradients were not exchanged." in on_gpu
 

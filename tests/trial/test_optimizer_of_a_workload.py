@@ -66,6 +66,7 @@ def test_an_instance_whose_arguments_are_not_all_in_its_defaults_is_refused() ->
     with pytest.raises(WorkloadError, match=r"Rounding.*is_stochastic") as caught:
         make_optimizer(workload(model, Rounding(model.parameters(), lr=0.1, is_stochastic=True)), model)
     assert "lambda parameters: Rounding(parameters" in caught.value.next_step
+    assert "optimizer_cls_and_kwargs=(Rounding" in caught.value.next_step
     made: Any = make_optimizer(
         workload(model, lambda parameters: Rounding(parameters, lr=0.1, is_stochastic=True)), model
     )
