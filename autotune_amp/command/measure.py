@@ -305,5 +305,5 @@ def _num_frozen(rank: Rank) -> Counter[str]:
 
 
 def _most_frequent_precision(num_by_dtype: Counter[str]) -> Precision:
-    """Return the precision of the most frequent dtype."""
-    return _PRECISION_BY_DTYPE.get(max(num_by_dtype, key=lambda dtype: num_by_dtype[dtype]), "fp32")
+    """Return the precision of the most frequent dtype; fp32 without any, as of an optimizer of ZeRO-3 between steps."""
+    return _PRECISION_BY_DTYPE.get(max(num_by_dtype, key=lambda dtype: num_by_dtype[dtype], default=""), "fp32")
