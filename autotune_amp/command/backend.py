@@ -416,12 +416,14 @@ class CommandBackend(WorkloadBackend):
             if isinstance(result, Failure) and is_batch_size_optional and seconds_left() > 0:
                 failed_values["batch_size"] = _failure_at(other, result)
                 other, result = today, first
-        for names in ({"accumulation_steps"}, {"accumulation_steps", "batch_size"}):  # the batch size may have followed
-            outside = self._command.line.outside(other, today).keys() & names
+        suspects = ["accumulation_steps", "batch_size"]
+        if isinstance(result, Rank) and measure.batch_sizes(result) == measure.batch_sizes(first):
+            suspects.reverse()
+        for name in suspects:
             problem = None if isinstance(result, Failure) else self._deviation(other, result)
-            if outside and problem is not None:
-                failed_values |= dict.fromkeys(outside, f"it was set without a placeholder, but {problem.message}")
-                other = replace(other, **{name: getattr(today, name) for name in outside})
+            if problem is not None and name in self._command.line.outside(other, today):
+                failed_values[name] = f"it was set without a placeholder, but {problem.message}"
+                other = replace(other, **{name: getattr(today, name)})
                 result = run(other)
         if isinstance(result, Failure):
             if result.kind == "timeout" and job.deadline_seconds is not None:

@@ -135,9 +135,9 @@ class Command:
             self._together.close()
             completed = measured(self._start(request))
             if failure is None:
-                self._together.limit_to(num_fitting(completed))
+                self._together.num_fitting = min(self._together.num_fitting, num_fitting(completed))
         if failure is not None and not isinstance(completed.verdict, Failure):
-            self._together.end(failure)
+            self._together.num_fitting, self._together.failure = 1, failure
         elif is_alone:
             self._together.observe(completed)
         return completed

@@ -152,7 +152,7 @@ def description(rank: Rank, name: str, today: Setting, began: float, num_sharing
     loader = training_loader(rank)
     num_by_dtype = _num_parameters(rank)
     weights = _most_frequent_precision(num_by_dtype)
-    has_frozen_low = any(dtype in _PRECISION_BY_DTYPE for dtype in _num_frozen(rank))
+    has_frozen_low = any(dtype in _PRECISION_BY_DTYPE for dtype in _num_parameters(rank, are_frozen=True))
     return Description(
         name=name,
         batch_size=today.batch_size,
@@ -254,7 +254,7 @@ def autocast_precision(rank: Rank) -> Precision:
     if low:
         return max(low, key=lambda precision: low[precision])
     num_forwards = _num_forwards_by_dtype(rank)
-    kept_dtypes = _num_parameters(rank) + _num_frozen(rank)
+    kept_dtypes = _num_parameters(rank) + _num_parameters(rank, are_frozen=True)
     if num_forwards and max(num_forwards, key=lambda dtype: num_forwards[dtype]) not in kept_dtypes:
         return _most_frequent_precision(num_forwards)  # no parameter has this dtype: FSDP casts them
     return "tf32" if any(optimizer.uses_tf32 for optimizer in rank.optimizers.values()) else "fp32"
@@ -290,9 +290,10 @@ def todays_precision(rank: Rank) -> Precision:
     return observed if observed is not None and observed in configured else autocast_precision(rank)
 
 
-def _num_parameters(rank: Rank) -> Counter[str]:
-    """Return the number of parameters in all optimizers that take steps in the rank, by dtype."""
-    return sum((Counter(optimizer.num_parameters) for optimizer in rank.running_optimizers), Counter())
+def _num_parameters(rank: Rank, *, are_frozen: bool = False) -> Counter[str]:
+    """Return the number of parameters by dtype: of the optimizers that take steps in the rank, or those not trained."""
+    optimizers = rank.running_optimizers
+    return sum((Counter(each.num_frozen if are_frozen else each.num_parameters) for each in optimizers), Counter())
 
 
 def _num_forwards_by_dtype(rank: Rank) -> Counter[str]:
@@ -300,11 +301,6 @@ def _num_forwards_by_dtype(rank: Rank) -> Counter[str]:
     return Counter(dtype for step in rank.steps for _, _, dtype in step.forwards)
 
 
-def _num_frozen(rank: Rank) -> Counter[str]:
-    """Return the number of parameters of the rank's modules that are not trained, by dtype."""
-    return sum((Counter(optimizer.num_frozen) for optimizer in rank.running_optimizers), Counter())
-
-
 def _most_frequent_precision(num_by_dtype: Counter[str]) -> Precision:
-    """Return the precision of the most frequent dtype."""
-    return _PRECISION_BY_DTYPE.get(max(num_by_dtype, key=lambda dtype: num_by_dtype[dtype]), "fp32")
+    """Return the precision of the most frequent dtype; fp32 without any, as of an optimizer of ZeRO-3 between steps."""
+    return _PRECISION_BY_DTYPE.get(max(num_by_dtype, key=lambda dtype: num_by_dtype[dtype], default=""), "fp32")

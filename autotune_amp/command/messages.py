@@ -22,8 +22,6 @@ class _OfRank(AgentMessage, frozen=True, kw_only=True):
 class Hello(AgentMessage, frozen=True, kw_only=True, tag="hello"):
     """Message that a Python process has started."""
 
-    python: str
-
 
 class Torch(_OfRank, frozen=True, kw_only=True, tag="torch"):
     """Message that a Python process has imported torch. Its rank is from the launcher's environment variables. `worker`
@@ -173,14 +171,10 @@ class Diagnosed(_OfRank, frozen=True, kw_only=True, tag="diagnosed"):
 
 
 class Set(AgentMessage, frozen=True, kw_only=True, tag="set"):
-    """Message that the agent set the field `name` of a setting in the object `what` at `line`, from `was` to
-    `value`.
-    """
+    """Message that the agent set the field `name` of a setting in the object `what` at `line`."""
 
     name: str
     what: str
-    was: int | str | None
-    value: int | str
     line: str
 
 
@@ -197,7 +191,6 @@ class Switch(AgentMessage, frozen=True, kw_only=True, tag="switch"):
     today: dict[str, int | str]
     parser: str
     script: str
-    line: str
 
 
 class Refused(AgentMessage, frozen=True, kw_only=True, tag="refused"):

@@ -141,14 +141,6 @@ class RunsTogether:
         """End all runs that wait."""
         self._close(list(self._runs))
 
-    def limit_to(self, number: int) -> None:
-        """Let at most this many runs load at the same time from now on."""
-        self.num_fitting = min(self.num_fitting, number)
-
-    def end(self, failure: Failure) -> None:
-        """Let each run load alone from now on, because of this failure of a run that succeeded alone."""
-        self.num_fitting, self.failure = 1, failure
-
     def _close(self, keys: Iterable[Hashable]) -> None:
         with ExitStack() as stack:  # each is closed, whatever closing another one raises
             for key in keys:

@@ -76,6 +76,9 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
+SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")  # of torch.amp.GradScaler
+
+
 class LossScale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the fp16 loss scaler. The defaults are those of ``torch.amp.GradScaler``.
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import msgspec
 
-from autotune_amp.core.config import AmpConfig, FallbackPlan, LossScale, training_arguments
+from autotune_amp.core.config import SCALER_ARGUMENTS, AmpConfig, FallbackPlan, LossScale, training_arguments
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import (
     AUTOCAST_DTYPES,
@@ -153,7 +153,6 @@ _STARTS_OF_RANKS = {
     "lightning": ": Trainer(devices={})",
 }
 _OWN_SCALER = "Measured with the script's own GradScaler: give the loss scale the arguments of that one."
-_SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
 @dataclass(frozen=True)
@@ -370,7 +369,7 @@ def torch(setting: ExportSource) -> str:
             bounds = {"hysteresis": scale.hysteresis, "min_scale": scale.floor, "max_scale": scale.max_scale}
             bounds = {name: value for name, value in bounds.items() if (name, value) != ("hysteresis", 1)}
             script.missing = [f"{name}={value!r}" for name, value in bounds.items()]
-            arguments += keyword_sources((name, getattr(scale, name)) for name in _SCALER_ARGUMENTS)
+            arguments += keyword_sources((name, getattr(scale, name)) for name in SCALER_ARGUMENTS)
         script.lines.append(call_source("scaler = torch.amp.GradScaler(", arguments))
         backward, step = "scaler.scale(loss).backward()", ["scaler.step(optimizer)", "scaler.update()"]
     step = [*step, "optimizer.zero_grad()"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autotune_amp.core.config import LossScale
+from autotune_amp.core.config import SCALER_ARGUMENTS, LossScale
 from autotune_amp.core.precisions import Precision
 from autotune_amp.precision.modes import MODES, mode_of_dtype
 
@@ -86,8 +86,7 @@ def scaler_arguments(loss_scale: LossScale | None) -> dict[str, Any]:
     """Return the arguments of torch's GradScaler for `loss_scale`; for None those of a disabled scaler."""
     if loss_scale is None:
         return {"enabled": False}
-    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-    return {name: getattr(loss_scale, name) for name in names}
+    return {name: getattr(loss_scale, name) for name in SCALER_ARGUMENTS}
 
 
 def precision_of_state(

@@ -165,17 +165,31 @@ class GpuSlots(NamedTuple):
 def rank_slots(num_ranks: int, device: str) -> tuple[Slot, ...]:
     """Return a slot for each rank of a training run: for the `device` type "cpu" a share of the CPUs, else a GPU.
 
-    Raises `InvalidRequestError` if there are too few, or if the GPUs are of several models.
+    Raises `InvalidRequestError` if there are too few, or if the GPUs are known to be of several models.
     """
     if device == "cpu":
         return cpu_slots(num_ranks)
-    num_gpus = len(nvml.visible_uuids())
-    if 0 < num_gpus < num_ranks:
+    num_gpus = len(visible_gpus("--ranks"))
+    if num_gpus < num_ranks:
         raise InvalidRequestError(
             f"--ranks is {num_ranks}, and CUDA sees {num_gpus} GPUs here.", f"Give --ranks {num_gpus} or fewer."
         )
+    if _is_order_known():
+        find_gpus(range(num_ranks), "--ranks")  # compares their models
     # Without the UUID a slot hides no GPU from its process: each rank names its own, cuda:N, and sees the others.
-    return tuple(Slot(slot.name or "", slot.name) for slot in find_gpus(range(num_ranks), "--ranks").slots)
+    return tuple(Slot(f"cuda:{rank}", f"cuda:{rank}") for rank in range(num_ranks))
+
+
+def visible_gpus(option: str) -> tuple[str, ...]:
+    """Return the UUIDs of the NVIDIA GPUs that CUDA may use. Raises `InvalidRequestError`, which names the command-line
+    `option`, if there are none.
+    """
+    if uuids := nvml.visible_uuids():
+        return uuids
+    raise InvalidRequestError(
+        f"{option} needs NVIDIA GPUs, and NVML sees none that CUDA may use here.",
+        f"Leave {option} out, or check nvidia-smi and CUDA_VISIBLE_DEVICES.",
+    )
 
 
 def find_gpus(devices: Sequence[int] | Literal["all"], option: str = "--devices") -> GpuSlots:
@@ -186,12 +200,7 @@ def find_gpus(devices: Sequence[int] | Literal["all"], option: str = "--devices"
     does not exist or is of another model than the first. Where CUDA's indices are unknown, "all" begins with the GPU of
     the most memory, and none may be given by index, in CUDA_VISIBLE_DEVICES neither.
     """
-    uuids = nvml.visible_uuids()
-    if not uuids:
-        raise InvalidRequestError(
-            f"{option} needs NVIDIA GPUs, and NVML sees none that CUDA may use here.",
-            f"Leave {option} out, or check nvidia-smi and CUDA_VISIBLE_DEVICES.",
-        )
+    uuids = visible_gpus(option)
     numbers = range(len(uuids)) if devices == "all" else devices
     if absent := [number for number in numbers if number >= len(uuids)]:
         raise InvalidRequestError(
@@ -202,7 +211,7 @@ def find_gpus(devices: Sequence[int] | Literal["all"], option: str = "--devices"
         if devices != "all" or os.environ.get("CUDA_VISIBLE_DEVICES"):
             raise InvalidRequestError(
                 f"{option}: the GPUs here are of several models, which CUDA may count in another order than NVML.",
-                "Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name the GPUs by UUID in CUDA_VISIBLE_DEVICES.",
+                "Name them by UUID in CUDA_VISIBLE_DEVICES (see nvidia-smi -L), or set CUDA_DEVICE_ORDER=PCI_BUS_ID.",
             )
         identities = {number: nvml.identity(number, uuids[number]) for number in numbers}
         memory = {number: 0 if each is None else each.total_memory_bytes for number, each in identities.items()}

@@ -28,7 +28,7 @@ from autotune_amp.core.precisions import PRECISIONS
 from autotune_amp.core.text import in_python
 from autotune_amp.hardware import identify, nvml
 from autotune_amp.integrations.service_address import TOKEN_VARIABLE
-from autotune_amp.processes.devices import find_gpus
+from autotune_amp.processes.devices import find_gpus, visible_gpus
 from autotune_amp.processes.program import Program, new_folder
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.service.jobs import (
@@ -547,8 +547,10 @@ def _visible_gpus(target: Target) -> dict[str, str]:
     devices = target.limits.devices
     if target.command is None or devices is None:
         return {}
-    slots = find_gpus(devices).slots
-    return {} if devices == "all" else {"CUDA_VISIBLE_DEVICES": ",".join(slot.uuid or "" for slot in slots)}
+    if devices == "all":
+        visible_gpus("devices")
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(slot.uuid or "" for slot in find_gpus(devices).slots)}
 
 
 def _overlap(needs: frozenset[str], others: frozenset[str]) -> bool:

@@ -69,7 +69,7 @@ def torch(pid: int, rank: int = 0, world: int = 1, parent: int = 1, worker: str 
 
 
 def hello(pid: int) -> messages.Hello:
-    return messages.Hello(pid=pid, time=0.0, python="3.11.7")
+    return messages.Hello(pid=pid, time=0.0)
 
 
 def error(pid: int, name: str, message: str, rank: int = 0, world: int = 1, **more: Any) -> messages.Error:

@@ -513,6 +513,23 @@ def test_an_accumulation_that_is_set_from_outside_without_effect_leaves_the_batc
     assert found.unsettable.keys() & {"batch_size", "accumulation_steps", "bf16"} == {"accumulation_steps"}
 
 
+@pytest.mark.slow
+def test_a_batch_size_that_is_set_from_outside_without_effect_leaves_the_accumulation(
+    tmp_path: Path, local: LocalBackend, settings: list[Setting]
+) -> None:
+    pytest.importorskip("accelerate")
+    prepares = "model, optimizer = accelerator.prepare(model, optimizer)\nloader = "
+    text = OWN_SIZE.replace(
+        "loader = ", f"import accelerate\naccelerator = accelerate.Accelerator(cpu=True)\n{prepares}"
+    )
+    text = text.replace("    model(x)", "  with accelerator.accumulate(model):\n    model(x)")
+    (tmp_path / "train.py").write_text(text)
+    _, found = described([sys.executable, str(tmp_path / "train.py")], local)
+    assert isinstance(found, Description), found
+    assert found.unsettable.keys() & {"batch_size", "accumulation_steps", "bf16"} == {"batch_size"}
+    assert [setting.batch_size for setting in settings] == [8, 4, 8]
+
+
 @pytest.mark.parametrize(
     ("command", "named"),
     [

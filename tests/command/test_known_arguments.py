@@ -11,7 +11,7 @@ from autotune_amp.core.command_template import CommandTemplate
 
 FOUND = Switch(
     pid=1, time=0.0, owner="TrainingArguments", arguments={}, parser="HfArgumentParser", script="/home/me/train.py",
-    today={"attn_implementation": "eager", "optim": "adamw_torch", "gradient_checkpointing": "True"}, line="",
+    today={"attn_implementation": "eager", "optim": "adamw_torch", "gradient_checkpointing": "True"},
 )  # fmt: skip
 TRL = replace(FOUND, script="/lib/trl/scripts/sft.py")
 

@@ -142,6 +142,7 @@ def test_precision_is_what_the_passes_ran_in(
         ({"forwards": (("Llama", 8, "bfloat16"),), "regions": ("cpu:bfloat16",)}, {}, "bf16", "fp32"),
         ({"forwards": (("Peft", 8, "bfloat16"),)}, {"num_frozen": {"bfloat16": 99}}, "fp32", "frozen_low"),
         ({"forwards": (("FSDPNet", 8, "bfloat16"),)}, {}, "bf16", "fp32"),
+        ({"is_skipped": True}, {"num_parameters": {}}, "fp32", "fp32"),  # ZeRO-3 skips its first step
     ],
 )
 def test_what_weights_are_kept_in_is_not_what_autocast_is_in(
@@ -161,7 +162,7 @@ def test_weights_that_a_framework_converts_are_its_precision(stated: dict[str, A
     """As Lightning's bf16-true and DeepSpeed do; a model that is loaded in bf16 has them of itself."""
     messages: list[Message] = [said.optimizer(7, num_parameters={"bfloat16": 9}), said.step(7, 1), said.step(7, 2)]
     if stated is not None:
-        known: dict[str, Any] = {"arguments": {"precision": "precision"}, "parser": "", "script": "", "line": ""}
+        known: dict[str, Any] = {"arguments": {"precision": "precision"}, "parser": "", "script": ""}
         messages.append(Switch(pid=7, time=0.0, owner="Trainer", today=stated, **known))
     (rank,) = said.heard(messages).ranks.values()
     assert todays_precision(rank) == precision

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -36,8 +38,16 @@ def observed(monkeypatch: pytest.MonkeyPatch) -> observer.Observer:
     return observer.Observer(Mock())
 
 
+def test_parameters_that_zero_3_has_emptied_are_counted() -> None:
+    parameter: Any = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16))
+    parameter.ds_numel = 9
+    assert observer._num_by_dtype([parameter]) == {"bfloat16": 9}
+
+
 def optimizer_on(*devices: str) -> Mock:
-    parameters = [Mock(device=torch.device(device), dtype=torch.float32, numel=lambda: 1) for device in devices]
+    parameters = [
+        SimpleNamespace(device=torch.device(device), dtype=torch.float32, numel=lambda: 1) for device in devices
+    ]
     return Mock(param_groups=[{"params": parameters}])
 
 

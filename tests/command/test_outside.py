@@ -91,8 +91,7 @@ def test_the_batch_size_of_the_training_loader_alone(ran: Ran, made: str) -> Non
     assert sizes(rank) == {16}
     assert [loader.batch_size for loader in rank.loaders.values()] == [16, 64]
     found = the("batch_size", rank)
-    assert (found.was, found.value, found.what) == (8, 16, "DataLoader")
-    assert found.line == trained.line
+    assert (found.what, found.line) == ("DataLoader", trained.line)
 
 
 @pytest.mark.parametrize(("args", "kwargs"), [((8,), {}), ((), {"batch_size": 8, "num_workers": 0})])
@@ -165,7 +164,6 @@ for x, y in loader:
     assert losses(as_on) == losses(on)
     assert losses(on) != losses(off)
     assert the("precision", as_on).what == the("precision", as_off).what == "autocast"
-    assert (the("precision", as_off).was, the("precision", as_on).was) == ("bf16", None)
 
 
 def test_a_region_that_is_off_beside_others_that_are_on_stays_off(ran: Ran) -> None:
@@ -260,6 +258,7 @@ def test_a_model_that_is_exported_has_no_autocast_region(ran: Ran) -> None:
     text = """
 assert "forward" in vars(model)
 assert "aten::to" not in str(torch.jit.trace(model, x).inlined_graph)
+assert torch.equal(torch.jit.script(model)(x), type(model).forward(model, x))
 program = str(torch.export.export(model, (x,)).graph)
 assert "autocast" not in program and "bfloat16" not in program
 """

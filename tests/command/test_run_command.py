@@ -280,6 +280,18 @@ def test_a_scripts_own_scale_and_tf32_flags_stay_as_the_trials_of_a_command_had_
     assert (lines[0], lines[1], lines[-1]) == ("PrecisionController True", "torch.float16 2048.0", "cudnn True")
 
 
+def test_flags_stay_as_the_trials_of_a_command_had_them_where_fp32_is_set_from_outside(run: Run) -> None:
+    found = recommendation("fp32", line=CommandTemplate.of("python train.py"))
+    assert found.workload is not None
+    found = replace(found, workload=replace(found.workload, as_found_precision="bf16"))
+    script = SCALED.replace("torch.float16, enabled=False", "torch.bfloat16").replace("{after}", "")
+    script = script.replace("{scaler}", "torch.amp.GradScaler('cpu', enabled=False)")
+    done = run(f"{script}\nprint('cudnn', torch.backends.cudnn.allow_tf32)", found)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert (lines[0], lines[1], lines[-1]) == ("PrecisionController True", "torch.float32 1.0", "cudnn True")
+
+
 def test_a_scripts_own_scale_may_begin_above_our_limit(tmp_path: Path) -> None:
     found = recommendation("fp16", line=CommandTemplate.of("python train.py"), loss_scale=LossScale())
     (tmp_path / "recommendation.json").write_text(found.to_json())

@@ -57,9 +57,7 @@ def seen(
     if in_framework:
         names = dict.fromkeys(in_framework, "argument")
         rank.switches.append(
-            messages.Switch(
-                pid=1, time=0.0, owner="Trainer", arguments=names, today={}, parser="", script="t", line="t.py:1"
-            )
+            messages.Switch(pid=1, time=0.0, owner="Trainer", arguments=names, today={}, parser="", script="t")
         )
     rank.steps = [
         messages.Step(

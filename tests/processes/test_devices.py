@@ -50,7 +50,7 @@ def test_unlike_cards_whose_numbers_in_cuda_are_unknown_are_not_chosen_by_number
     monkeypatch.delenv("CUDA_DEVICE_ORDER")
     with pytest.raises(InvalidRequestError) as refused:
         find_gpus((0, 1))
-    assert "PCI_BUS_ID" in refused.value.next_step
+    assert "by UUID" in refused.value.next_step
     assert [slot.uuid for slot in find_gpus("all").slots] == ["GPU-c"], "the one with the most memory"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
     assert len(find_gpus((0, 1)).slots) == 2
@@ -106,10 +106,24 @@ def test_more_ranks_than_cards_are_refused_with_the_number_of_cards(host: Any) -
     assert "--ranks 4" in refused.value.next_step
 
 
+def test_ranks_name_cards_by_cudas_own_numbers_which_need_not_be_known(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two by the bus are of one model, and the first three are not."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert [slot.device for slot in rank_slots(2, "cuda")] == ["cuda:0", "cuda:1"]
+    with pytest.raises(InvalidRequestError, match="NVIDIA B"):
+        rank_slots(3, "cuda")
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    assert [slot.device for slot in rank_slots(2, "cuda")] == ["cuda:0", "cuda:1"]
+
+
 def test_without_cards_the_option_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml, "visible_uuids", tuple)
     with pytest.raises(InvalidRequestError, match="NVML"):
         find_gpus("all")
+    with pytest.raises(InvalidRequestError, match="NVML"):
+        rank_slots(2, "cuda")
 
 
 @given(cpus=st.sets(st.integers(0, 200), min_size=1, max_size=64), num_slots=st.integers(1, 64))

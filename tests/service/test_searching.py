@@ -189,13 +189,14 @@ def test_a_command_of_several_gpus_sees_these_and_runs_beside_none_of_them(
     assert not service.processes[1].environment
 
 
-def test_a_command_of_all_gpus_sees_also_those_in_use(
+def test_a_command_of_all_gpus_sees_all_that_the_service_does(
     make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    """Also those in use, and those that CUDA_VISIBLE_DEVICES numbers on a host of several models."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     monkeypatch.setattr(nvml, "host_uuids", lambda: ("GPU-a", "GPU-b"))
-    monkeypatch.setattr(devices, "_gpu_model", lambda _: "T4")
-    monkeypatch.setattr(nvml, "process_notes", lambda uuid: ("in use",) if uuid == "GPU-b" else ())
+    monkeypatch.setattr(devices, "_gpu_model", lambda uuid: uuid)
     service = make(all="auto")
     service.stop()
     target = replace(service.settings.targets["all"], workload=None, command="torchrun train.py", devices="all")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import Any
 
 
@@ -42,7 +41,7 @@ def arm(settings_text: str) -> None:
         after_import("torch", install_settings)
         return
     channel = Channel(settings["socket"])
-    channel.send("hello", python=".".join(map(str, sys.version_info[:3])))
+    channel.send("hello")
     try:
         trackers.turn_off(channel)
         if settings.get("guard"):

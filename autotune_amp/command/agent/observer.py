@@ -410,7 +410,8 @@ def _num_by_dtype(parameters: Any) -> dict[str, int]:
     counts: dict[str, int] = {}
     for parameter in parameters:
         dtype = str(parameter.dtype).replace("torch.", "")
-        counts[dtype] = counts.get(dtype, 0) + parameter.numel()
+        # DeepSpeed empties the parameters of ZeRO-3, and keeps their number.
+        counts[dtype] = counts.get(dtype, 0) + getattr(parameter, "ds_numel", parameter.numel())
     return counts
 
 

@@ -43,7 +43,7 @@ class PassRecorder:
         self.on_outermost: list[Any] = []  # called with each outermost module, before its forward
         self.on_loss: list[Any] = []  # called with each loss, unscaled, before its backward pass
         self._channel = channel
-        self._num_steps = 0
+        self.num_steps = 0
         self._last_watched = NUM_FULLY_WATCHED  # number of the step after which modules are no longer watched
         self._unstepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that have taken no step yet
         self._losses: list[Any] = []
@@ -178,7 +178,7 @@ class PassRecorder:
 
     def _watch_again(self, optimizer: Any) -> None:
         self._unstepped.add(optimizer)
-        self._last_watched = self._num_steps + NUM_FULLY_WATCHED
+        self._last_watched = self.num_steps + NUM_FULLY_WATCHED
         self.watch_modules()
 
     def count_step(self, optimizer: Any) -> None:
@@ -186,12 +186,12 @@ class PassRecorder:
 
         Optimizers of the same parameters have stepped too: those that wrap one another, as in sharpness-aware training.
         """
-        self._num_steps += 1
+        self.num_steps += 1
         stepped = {id(parameter) for parameter in parameters_of(optimizer)} if self._unstepped else set()
         for other in list(self._unstepped):
             if other is optimizer or any(id(parameter) in stepped for parameter in parameters_of(other)):
                 self._unstepped.discard(other)
-        num_more = self._num_steps - self._last_watched
+        num_more = self.num_steps - self._last_watched
         if num_more >= 0 and (not self._unstepped or num_more == _MAX_STEPS_OF_OTHERS):
             self.unwatch_modules()
 

@@ -18,7 +18,6 @@ from .outside import deepspeed_engine
 from .outside.hooks import SettingHooks
 from .passes import NUM_FULLY_WATCHED, PassRecorder
 
-_SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 _FIELD_NAMES = {"batch_size": "batch size", "accumulation_steps": "accumulation"}
 
 
@@ -41,14 +40,11 @@ def install(settings: dict[str, Any]) -> None:
     deepspeed_engine.tell_skips(report.shield)
     if "precision" in setting_hooks.values:
         passes.watch_first_steps()
-    num_steps = 0
 
     def count_step(optimizer: Any, *_: Any) -> None:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps == NUM_FULLY_WATCHED:
-            report.print_once()
         passes.count_step(optimizer)
+        if passes.num_steps == NUM_FULLY_WATCHED:
+            report.print_once()
 
     hooks = [register_optimizer_step_post_hook(count_step)]
 
@@ -151,15 +147,17 @@ def _convert_to_controller(report: _SettingReport, scaler: Any, *, path: str, de
         import msgspec
 
         from autotune_amp import PrecisionController, Recommendation
-        from autotune_amp.core.config import LossScale
+        from autotune_amp.core.config import SCALER_ARGUMENTS, LossScale
 
         recommendation = Recommendation.load(path)
-        config = recommendation.training_config
-        if recommendation.command_template is not None and config.loss_scale is not None and scaler.is_enabled():
-            own = {name: attributes[f"_{name}"] for name in _SCALER_ARGUMENTS}  # as in the trials
-            own["growth_interval"] = int(own["growth_interval"])
-            max_scale = max(LossScale().max_scale, own["init_scale"])
-            config = msgspec.structs.replace(config, loss_scale=LossScale(**own, max_scale=max_scale))
+        config = recommendation.config
+        if recommendation.command_template is not None:  # with flags and loss scale of the script, as in the trials
+            loss_scale = config.loss_scale
+            if loss_scale is not None and scaler.is_enabled():
+                own = {name: attributes[f"_{name}"] for name in SCALER_ARGUMENTS}
+                own["growth_interval"] = int(own["growth_interval"])
+                loss_scale = LossScale(**own, max_scale=max(LossScale().max_scale, own["init_scale"]))
+            config = msgspec.structs.replace(config, as_found=True, loss_scale=loss_scale)
         scaler.__dict__.clear()
         scaler.__class__ = PrecisionController
         PrecisionController.__init__(scaler, config, device)

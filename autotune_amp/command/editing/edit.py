@@ -16,7 +16,7 @@ import msgspec
 from autotune_amp.command.editing.script import Flag, Script, Splice, apply_splices
 from autotune_amp.command.messages import Site
 from autotune_amp.command.settable import left_to_script
-from autotune_amp.core.config import AmpConfig, LossScale
+from autotune_amp.core.config import SCALER_ARGUMENTS, AmpConfig, LossScale
 from autotune_amp.core.precisions import Precision
 from autotune_amp.core.setting import LOADER_ARGUMENTS
 
@@ -131,8 +131,7 @@ def _changes_outside_scripts(config: AmpConfig) -> Iterator[ManualChange]:
     """Yield the instructions for settings that no edited call sets: a calibrated loss scale, modules kept in fp32,
     variants of the training, and environment variables.
     """
-    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-    scales = [(name, getattr(config.loss_scale or LossScale(), name)) for name in names]
+    scales = [(name, getattr(config.loss_scale or LossScale(), name)) for name in SCALER_ARGUMENTS]
     if changed := [f"{name}={value!r}" for name, value in scales if value != getattr(LossScale(), name)]:
         yield ManualChange(where="the GradScaler", what=f"set {', '.join(changed)}")
     if config.pinned_modules:

@@ -57,7 +57,7 @@ class StudyFolder:
         return StudyError(
             f"The study folder {self.path} cannot be used: {getattr(error, 'filename', None) or self.path}: "
             f"{cause(error)}.",
-            "Choose another with --out, or fix its permissions.",
+            "Fix its permissions, or search in another with --out.",
         )
 
     def __enter__(self) -> StudyFolder:
@@ -78,7 +78,7 @@ class StudyFolder:
         except filelock.Timeout as error:
             raise StudyBusyError(
                 f"Another search is running in {self.path}.",
-                "Wait until it ends, or give this one another name with --study.",
+                "Wait until it ends, or search under another name with --study.",
             ) from error
         except (OSError, ValueError) as error:  # the latter for a NUL in the path
             raise self._unusable(error) from error

@@ -49,9 +49,7 @@ class FrameworkHooks:
         after_import("pytorch_lightning.trainer.trainer", self._hook_lightning_trainer)
         hook_config(self._hooks, self._values, self._report_switch)
 
-    def _report_switch(
-        self, owner: str, arguments: dict[str, str], today: dict[str, Any], parser: str = "", line: str = ""
-    ) -> None:
+    def _report_switch(self, owner: str, arguments: dict[str, str], today: dict[str, Any], parser: str = "") -> None:
         if owner not in self._reported:
             self._reported.add(owner)
             self._hooks.channel.add(
@@ -61,14 +59,7 @@ class FrameworkHooks:
                 today=today,
                 parser=parser,
                 script=sys.argv[0] if sys.argv else "",
-                line=line or where.user_line(),
             )
-
-    def _set_attribute(self, owner: Any, name: str, argument: str, what: str) -> None:
-        """Set the attribute `argument` of `owner` to the value for the setting's field `name`, if given; report it."""
-        if name in self._values:
-            self._hooks.report_set(name, what, getattr(owner, argument), self._values[name])
-            setattr(owner, argument, self._values[name])
 
     def _hook_post_init(self, module: Any) -> None:
         """Remember the line and parser that create each TrainingArguments object, until a Trainer receives it, and set
@@ -115,8 +106,8 @@ class FrameworkHooks:
             attention = getattr(getattr(trainer.model, "config", None), "_attn_implementation", None)
             if isinstance(attention, str):
                 today["attn_implementation"] = attention
-            line, parser = self._origins.get(id(arguments), ("", ""))
-            self._report_switch("TrainingArguments", {**_TRAINING_ARGUMENTS, "precision": "bf16"}, today, parser, line)
+            _, parser = self._origins.get(id(arguments), ("", ""))
+            self._report_switch("TrainingArguments", {**_TRAINING_ARGUMENTS, "precision": "bf16"}, today, parser)
 
         owner.__init__ = __init__
 
@@ -182,16 +173,20 @@ class FrameworkHooks:
                 original(accelerator, *args, **kwargs)  # Transformers' Trainer made it, from TrainingArguments
                 return
             own_precision, precision = kwargs.get("mixed_precision"), self._values.get("precision")
+            steps = self._values.get("accumulation_steps")
             if precision is not None:
                 self._hooks.is_in_framework = True
                 kwargs["mixed_precision"] = precision if precision in ("bf16", "fp16") else "no"
             original(accelerator, *args, **kwargs)
             if precision is not None:
                 self._hooks.report_set("precision", "Accelerator's mixed_precision", own_precision, precision)
-            self._set_attribute(accelerator, "accumulation_steps", "gradient_accumulation_steps", "Accelerator")
             plugin = accelerator.state.deepspeed_plugin
-            if plugin is not None and "accumulation_steps" in self._values:  # a number there would replace it
-                plugin.deepspeed_config["gradient_accumulation_steps"] = self._values["accumulation_steps"]
+            if steps is not None:
+                was = accelerator.gradient_accumulation_steps
+                self._hooks.report_set("accumulation_steps", "Accelerator", was, steps)
+                accelerator.gradient_accumulation_steps = steps
+            if steps is not None and plugin is not None:  # a number there would replace it
+                plugin.deepspeed_config["gradient_accumulation_steps"] = steps
                 if "train_micro_batch_size_per_gpu" in plugin.deepspeed_config:
                     plugin.deepspeed_config.pop("train_batch_size", None)  # DeepSpeed computes the product
             today = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)

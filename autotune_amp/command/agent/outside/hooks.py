@@ -61,6 +61,7 @@ class SettingHooks:
         if precision is not None or self._controller_of is not None:
             self._hook_scaler()
             self._hook_regions()
+            _hook_scripting()
             self._passes.on_outermost.append(self._wrap_forward)
         if precision in ("fp32", "tf32"):
             self._set_matmul_precision()
@@ -215,8 +216,8 @@ class SettingHooks:
 
 
 class _ForwardInAutocast:
-    """Forward of a module in an autocast region, with outputs in fp32. A trace or an export of the module is as the
-    script wrote it, and so is the pickled module. A deep copy of the module gets its own wrapper.
+    """Forward of a module in an autocast region, with outputs in fp32. A trace, an export or TorchScript of the module
+    is as the script wrote it, and so is the pickled module. A deep copy of the module gets its own wrapper.
     """
 
     def __init__(self, hooks: SettingHooks, module: Any, forward: Any, device: str) -> None:
@@ -248,6 +249,18 @@ class _ForwardInAutocast:
 
     def __reduce__(self) -> Any:
         return copy.copy, (self._forward,)
+
+
+def _hook_scripting() -> None:
+    """Let ``torch.jit.script`` compile the script's own forward of a module that has a `_ForwardInAutocast`."""
+    recursive: Any = torch.jit._recursive
+    make_stub = recursive.make_stub
+
+    @functools.wraps(make_stub)
+    def make_stub_(function: Any, name: str) -> Any:
+        return make_stub(function._forward if isinstance(function, _ForwardInAutocast) else function, name)
+
+    recursive.make_stub = make_stub_
 
 
 def _set_saved_batch_size(loader: Any, size: int) -> None:
