@@ -175,11 +175,15 @@ class VariantRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """Conditions under which a recommendation is valid: a digest for each part, and parts that cannot be compared."""
+    """Conditions under which a recommendation is valid: a digest for each part, and parts that cannot be compared.
+
+    `files` are the digests of the user's files by their paths, while a search runs; they are not saved.
+    """
 
     digest: str
     parts: dict[str, str]
     unknown: tuple[str, ...] = ()
+    files: dict[str, str] = {}
 
     def differences(self, now: Fingerprint) -> tuple[str, ...]:
         """Return a line for each difference to `now` and each unknown part; empty if both are the same."""

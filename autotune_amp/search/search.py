@@ -162,7 +162,6 @@ class _Search:
         same code. Unless `is_saved_if_interrupted`, the folder keeps the recommendation of an earlier search when this
         one is interrupted.
         """
-        other_files = self._source.edited_files(fingerprint)  # of the same names, if the script sets its import path
         opened, load_before = self._open(backend)
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
         similar_best = self._shared_setting(fingerprint) if uses_shared_setting and not ledger.records else None
@@ -171,7 +170,7 @@ class _Search:
         if ledger.final_shortlist is None:
             raise self._error_without_choice(ledger, interruption)
         fingerprint = self._source.with_opened(fingerprint)
-        edited = [name for name in self._source.edited_files(fingerprint) if name not in other_files]
+        edited = self._source.edited_files(fingerprint)
         if edited:
             self._warnings.append(
                 f"{', '.join(edited[:3])} changed during the search, so that trials may have run both versions: search "
