@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
@@ -17,22 +17,9 @@ from autotune_amp.processes.process import Watcher
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Budget, Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.stages.foreseen import foreseen_trials
-from autotune_amp.search.stages.pending import ledger_with_predicted
+from autotune_amp.search.stages import SearchJob, Stage
+from autotune_amp.search.stages.pending import foreseen_trials, ledger_with_predicted
 from autotune_amp.trial.jobs import Check, Trial
-from autotune_amp.trial.step_profile.breakdown import ProfileJob
-
-
-class Stage(Protocol):
-    """Interface of one phase of a search. It is pure, apart from its own counters; time limits come from the planner.
-
-    An `is_exclusive` stage depends on the last result: its `next` is called only while no job runs.
-    """
-
-    is_exclusive: ClassVar[bool]
-
-    def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | ProfileJob | None:
-        """Return the next job, or None if the stage is finished or has to wait for a running job."""
 
 
 class JobBackend(Protocol):
@@ -49,21 +36,19 @@ class JobBackend(Protocol):
         """Wait until one of the jobs ends and return its handle."""
 
 
+@dataclass(eq=False)
 class ProgressWatcher(Watcher):
     """Watcher that forwards events of a backend to the progress display and the load meter.
 
     With several slots, each has a watcher of its own, whose `slot` is the slot's name.
     """
 
-    def __init__(
-        self, progress: Progress, budget: Budget, meter: LoadMeter | None = None, slot: str | None = None
-    ) -> None:
-        self.progress = progress
-        self.meter = meter
-        self.slot = slot
-        self.last_step_seconds: float | None = None
-        self.budget = budget
-        self._phase = ""
+    progress: Progress
+    budget: Budget
+    meter: LoadMeter | None = None
+    slot: str | None = None
+    last_step_seconds: float | None = None
+    _phase: str = ""
 
     def phase(self, text: str) -> None:
         """Show a new phase, unless it is already shown."""
@@ -119,7 +104,7 @@ class Watchers:
 class _RunningJob:
     """Running job and the fields of its record other than the outcome."""
 
-    job: Trial | Check | ProfileJob
+    job: SearchJob
     slot: Slot
     number: int
     handle: Handle[Any]
@@ -140,11 +125,11 @@ class Runner:
         self._backend = backend
         self._watchers = watchers
         self._running: list[_RunningJob] = []
-        self.lost: list[Trial | Check | ProfileJob] = []
-        self._lost_once: list[Trial | Check | ProfileJob] = []
+        self.lost: list[SearchJob] = []
+        self._lost_once: list[SearchJob] = []
 
     @property
-    def pending(self) -> list[Trial | Check | ProfileJob]:
+    def pending(self) -> list[SearchJob]:
         """Return the running jobs."""
         return [running.job for running in self._running]
 
@@ -159,7 +144,7 @@ class Runner:
         busy_slots = [running.slot.name for running in self._running]
         return [slot for slot in self.slots if slot.name not in busy_slots]
 
-    def start(self, job: Trial | Check | ProfileJob, slot: Slot, foreseen: Sequence[Trial] = ()) -> None:
+    def start(self, job: SearchJob, slot: Slot, foreseen: Sequence[Trial] = ()) -> None:
         """Start a job on a free slot. The processes of the `foreseen` trials that follow it load at the same time."""
         watcher = self._watchers.for_slot(slot)
         meter = watcher.meter if isinstance(job, Trial) else None
@@ -231,7 +216,7 @@ class Runner:
         if self.planner.job_defaults.num_together > 1 and isinstance(self._backend, LoadingBackend):
             self._backend.load_together([], math.inf)
 
-    def _loaded(self, job: Trial | Check | ProfileJob, foreseen: Sequence[Trial]) -> Trial | Check | ProfileJob:
+    def _loaded(self, job: SearchJob, foreseen: Sequence[Trial]) -> SearchJob:
         """Load the processes of a trial and of those that follow it; return it with the deadline left after that."""
         if not isinstance(job, Trial) or not isinstance(self._backend, LoadingBackend):
             return job
@@ -254,13 +239,11 @@ def run_stages(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
     try:
         while stages_left or runner.pending:
             runner.update_planner()
-            while (
-                runner.free_slots
-                and (job := runner.lost.pop(0) if runner.lost else _next_job(stages_left, runner)) is not None
-            ):
-                runner.start(
-                    job, runner.free_slots[0], foreseen_trials(stages_left, runner.ledger, runner.planner, job)
-                )
+            while free_slots := runner.free_slots:
+                job = runner.lost.pop(0) if runner.lost else _next_job(stages_left, runner)
+                if job is None:
+                    break
+                runner.start(job, free_slots[0], foreseen_trials(stages_left, runner.ledger, runner.planner, job))
             if runner.pending:
                 record = runner.finish()
                 if record is not None:
@@ -271,7 +254,7 @@ def run_stages(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
         runner.end_loaded()
 
 
-def _next_job(stages: Sequence[Stage], runner: Runner) -> Trial | Check | ProfileJob | None:
+def _next_job(stages: Sequence[Stage], runner: Runner) -> SearchJob | None:
     """Return the job of the first stage or, while jobs run, of the first that has one; None if there is none."""
     pending = runner.pending
     expected = ledger_with_predicted(runner.ledger, pending)
@@ -284,7 +267,7 @@ def _next_job(stages: Sequence[Stage], runner: Runner) -> Trial | Check | Profil
     return None
 
 
-def _purpose(job: Trial | Check | ProfileJob) -> Purpose:
+def _purpose(job: SearchJob) -> Purpose:
     return job.purpose if isinstance(job, Trial) else job.what
 
 
@@ -300,7 +283,7 @@ _PHASES = {
 }
 
 
-def _phase(job: Trial | Check | ProfileJob) -> str:
+def _phase(job: SearchJob) -> str:
     """Return the text of the phase that the progress display shows during a job."""
     setting, purpose = job.candidate, _purpose(job)
     if isinstance(job, Check) and purpose == "fidelity":

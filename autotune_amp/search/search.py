@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -31,16 +30,16 @@ from autotune_amp.processes.devices import Devices, find_gpus
 from autotune_amp.processes.local import Backend, LoadingBackend, SlotLostError, WorkloadBackend
 from autotune_amp.processes.on_ray.cluster import Cluster
 from autotune_amp.processes.on_ray.slots import RayDevices
-from autotune_amp.search import ranking
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
 from autotune_amp.search.planner import MIN_ROUNDS, Budget, JobDefaults, Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run_stages
+from autotune_amp.search.run import ProgressWatcher, Runner, Watchers, run_stages
 from autotune_amp.search.source import OpenedWorkload, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
+from autotune_amp.search.stages import Stage
 from autotune_amp.search.stages.checks import Checks, LossScales, TrainedWeightsChecks
 from autotune_amp.search.stages.confirm import ConfirmationRounds, LargerBatchTrials, OneRankTrial
 from autotune_amp.search.stages.explore import exploration_stages, share_building, untried_seed
@@ -227,28 +226,25 @@ class _Search:
         storage, owner = self._options.storage or self.folder.path / "study.db", str(self.folder.path.resolve())
         if self._options.storage is not None:  # others may use the storage from a folder of the same name
             owner = f"{platform.node()}:{owner}"
-        study_of = partial(Study.open, storage, self.folder.path.name, ledger, owner=owner, seed=self._options.seed)
-        with study_of(note=self._progress.note) as study:
+        name, seed = self.folder.path.name, self._options.seed
+        with Study.open(storage, name, ledger, owner=owner, seed=seed, note=self._progress.note) as study:
             self.watcher.phase("searching")
             if untried_seed(ledger, planner.job_defaults) is not None:
                 for line in self._source.plan_lines(ledger.space, planner.job_defaults.description):
                     self._progress.note(line)
-                self._progress.note(planner.forecast(ledger, may_fork="share_build" in backend.abilities))
+                self._progress.note(planner.forecast(ledger))
             share_building(backend, planner, ledger, self._progress)
             for _ in run_stages(search_stages(study), runner):
                 study.catch_up(ledger)
                 if ledger.merits:
-                    ranking.raise_if_unmeasured(self._options.objective, ledger.merits.values())
+                    ledger.raise_if_unmeasured()
                 if not runner.pending:
                     share_building(backend, planner, ledger, self._progress)
-            max_trials, is_open = (
-                planner.job_defaults.max_trials,
-                untried_seed(ledger, planner.job_defaults) is not None,
-            )
             is_out_of_time = not planner.has_time_for_trial(ledger, planner.exploration_seconds(ledger))
-            self._is_budget_spent = is_out_of_time and (
-                is_open or max_trials is None or len(ledger.trials) < max_trials
-            )
+            is_open = untried_seed(ledger, planner.job_defaults) is not None
+            max_trials = planner.job_defaults.max_trials
+            has_trials_left = max_trials is None or len(ledger.trials) < max_trials
+            self._is_budget_spent = is_out_of_time and (is_open or has_trials_left)
             study.catch_up(ledger, is_over=True)
             if not study.is_reachable:
                 self._notes.append("The study's storage cannot be reached and lacks the latest trials.")
