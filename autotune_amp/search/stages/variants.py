@@ -58,15 +58,13 @@ class Variants(Stage):
     def next(self, ledger: Ledger, planner: Planner) -> SearchJob | None:
         """Return the profile, else the next trial, else the next check, or None."""
         left_seconds, leader = planner.exploration_seconds(ledger), setting_to_profile(ledger)
-        profile_seconds = math.inf if leader is None else self._profile_seconds(ledger, planner, leader)
-        if leader is not None and profile_seconds < PROFILE_SHARE * left_seconds:
-            trial = planner.job_defaults.trial(ledger, leader)
-            seconds = PROFILE_PATIENCE * profile_seconds
-            return ProfileJob(device=trial.device, trial=trial, deadline_seconds=seconds)
-        setting = self.next_setting(ledger, planner, left_seconds)
-        if setting is None:
-            return self.checks.next(ledger, planner)
-        return planner.trial(ledger, setting, left_seconds)
+        if leader is not None:
+            step_seconds = min(m.step_seconds for m in ledger.measurements[leader])
+            seconds = TRACE_SECONDS + planner.setup_seconds(ledger) + NUM_STEPS_FORESEEN * step_seconds
+            if seconds < PROFILE_SHARE * left_seconds:
+                trial = planner.job_defaults.trial(ledger, leader)
+                return ProfileJob(device=trial.device, trial=trial, deadline_seconds=PROFILE_PATIENCE * seconds)
+        return super().next(ledger, planner) or self.checks.next(ledger, planner)
 
     def next_setting(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
         """Return the leader with another value, else a setting to measure again or at a neighbouring batch, or None if
@@ -82,11 +80,6 @@ class Variants(Stage):
                 ledger, planner, ledger.throughputs(), left_seconds, tuple(neighbouring_batch_sizes(ledger))
             )
         return setting
-
-    def _profile_seconds(self, ledger: Ledger, planner: Planner, leader: Setting) -> float:
-        """Return the predicted seconds of a profile of the leader's step."""
-        step_seconds = min(m.step_seconds for m in ledger.measurements[leader])
-        return TRACE_SECONDS + planner.setup_seconds(ledger) + NUM_STEPS_FORESEEN * step_seconds
 
 
 def dimensions_by_worth(ledger: Ledger) -> list[Dimension[Any]]:
