@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from msgspec.structs import replace
@@ -40,15 +40,29 @@ class JobBackend(Protocol):
 class ProgressWatcher(Watcher):
     """Watcher that forwards events of a backend to the progress display and the load meter.
 
-    With several slots, each has a watcher of its own, whose `slot` is the slot's name.
+    With several slots, each has a watcher of its own, whose `slot` is the slot's name and which tells its steps to the
+    one of the `whole` search.
     """
 
     progress: Progress
     budget: Budget
     meter: LoadMeter | None = None
     slot: str | None = None
-    last_step_seconds: float | None = None
+    whole: ProgressWatcher | None = None
+    last_step_seconds: float | None = None  # of any slot
     _phase: str = ""
+    _of_slots: dict[str, ProgressWatcher] = field(default_factory=dict)
+
+    def for_slot(self, slot: Slot) -> ProgressWatcher:
+        """Return the watcher of one of several slots, created at the first call, else this one. Load by others is
+        measured only on this host.
+        """
+        if slot.name is None:
+            return self
+        if slot.name not in self._of_slots:
+            meter = LoadMeter(slot.uuid) if slot.is_here else None
+            self._of_slots[slot.name] = ProgressWatcher(self.progress, self.budget, meter, slot.name, self)
+        return self._of_slots[slot.name]
 
     def phase(self, text: str) -> None:
         """Show a new phase, unless it is already shown."""
@@ -60,7 +74,7 @@ class ProgressWatcher(Watcher):
         self.progress.tick(self.budget.elapsed())
 
     def step(self, num_steps: int, step_seconds: float) -> None:  # noqa: D102 - see Watcher
-        self.last_step_seconds = step_seconds
+        (self.whole or self).last_step_seconds = step_seconds
         if self.meter is not None:
             if num_steps:
                 self.meter.step()
@@ -77,27 +91,6 @@ class ProgressWatcher(Watcher):
     def ending(self) -> None:  # noqa: D102 - see Watcher
         if self.meter is not None:
             self.meter.hold()
-
-
-class Watchers:
-    """Watchers of a search: one for the whole, and one for each of several slots by name."""
-
-    def __init__(self, whole: ProgressWatcher) -> None:
-        self._watchers: dict[str | None, ProgressWatcher] = {None: whole}
-
-    def for_slot(self, slot: Slot) -> ProgressWatcher:
-        """Return the watcher of a slot, created at the first call. Load by others is measured only on this host."""
-        if slot.name not in self._watchers:
-            whole = self._watchers[None]
-            meter = LoadMeter(slot.uuid) if slot.is_here else None
-            self._watchers[slot.name] = ProgressWatcher(whole.progress, whole.budget, meter, slot.name)
-        return self._watchers[slot.name]
-
-    @property
-    def last_step_seconds(self) -> float | None:
-        """Return the seconds of the last step on any slot that finished one, or None."""
-        times = (watcher.last_step_seconds for watcher in self._watchers.values())
-        return next((seconds for seconds in times if seconds is not None), None)
 
 
 @dataclass(eq=False)
@@ -119,11 +112,11 @@ class Runner:
     `lost` holds jobs whose slot was lost, to be run once more. A job lost a second time has failed.
     """
 
-    def __init__(self, backend: JobBackend, ledger: Ledger, planner: Planner, watchers: Watchers) -> None:
+    def __init__(self, backend: JobBackend, ledger: Ledger, planner: Planner, watcher: ProgressWatcher) -> None:
         self.ledger = ledger
         self.planner = planner
         self._backend = backend
-        self._watchers = watchers
+        self._watcher = watcher
         self._running: list[_RunningJob] = []
         self.lost: list[SearchJob] = []
         self._lost_once: list[SearchJob] = []
@@ -146,7 +139,7 @@ class Runner:
 
     def start(self, job: SearchJob, slot: Slot, foreseen: Sequence[Trial] = ()) -> None:
         """Start a job on a free slot. The processes of the `foreseen` trials that follow it load at the same time."""
-        watcher = self._watchers.for_slot(slot)
+        watcher = self._watcher.for_slot(slot)
         meter = watcher.meter if isinstance(job, Trial) else None
         if watcher.slot is None:  # phases overlap on several slots
             watcher.phase(_phase(job))
@@ -170,7 +163,7 @@ class Runner:
         """Wait for a job to end, append its record and return it; None if its slot was lost and it runs again."""
         handle = self._backend.wait([running.handle for running in self._running])
         finished = next(running for running in self._running if running.handle is handle)
-        job, watcher = finished.job, self._watchers.for_slot(finished.slot)
+        job, watcher = finished.job, self._watcher.for_slot(finished.slot)
         self._running.remove(finished)
         try:
             outcome = handle.result()

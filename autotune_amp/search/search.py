@@ -36,7 +36,7 @@ from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
 from autotune_amp.search.planner import MIN_ROUNDS, Budget, JobDefaults, Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Runner, Watchers, run_stages
+from autotune_amp.search.run import ProgressWatcher, Runner, run_stages
 from autotune_amp.search.source import OpenedWorkload, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
 from autotune_amp.search.stages import Stage
@@ -123,7 +123,7 @@ def run_search(
 
 
 class _Search:
-    """Search with its budget, folder, devices and watchers. Its steps are in `run`, `_search` and `_confirm`."""
+    """Search with its budget, folder, devices and watcher. Its steps are in `run`, `_search` and `_confirm`."""
 
     def __init__(self, source: Source, options: SearchOptions, progress: Progress, folder: StudyFolder) -> None:
         self.budget = Budget(options.budget_seconds)
@@ -131,13 +131,12 @@ class _Search:
         self._meter = LoadMeter(identify(options.first_device).uuid)
         self._load_notes = host.load_notes()  # measured before the search adds load of its own
         self.watcher = ProgressWatcher(progress, self.budget, self._meter)
-        self._watchers = Watchers(self.watcher)
         self._source = source
         self._options = options
         self._progress = progress
         self._warnings: list[str] = []  # lines that the user should act on
         self._notes: list[str] = []
-        self.devices = _devices(source, options, self._watchers, self._note)
+        self.devices = _devices(source, options, self.watcher, self._note)
         self._is_budget_spent = False
 
     def backend(self) -> WorkloadBackend:
@@ -222,7 +221,7 @@ class _Search:
 
     def _search(self, backend: Backend, ledger: Ledger, planner: Planner) -> None:
         """Run the stages before the confirmation."""
-        runner = Runner(backend, ledger, planner, self._watchers)
+        runner = Runner(backend, ledger, planner, self.watcher)
         storage, owner = self._options.storage or self.folder.path / "study.db", str(self.folder.path.resolve())
         if self._options.storage is not None:  # others may use the storage from a folder of the same name
             owner = f"{platform.node()}:{owner}"
@@ -264,7 +263,7 @@ class _Search:
         self.budget.num_slots = 1  # one run at a time
         with closing(processes) as backend:
             stages = confirmation_stages(shortlist, planner.confirming_environment(ledger), self._options)
-            for _ in run_stages(stages, Runner(backend, ledger, planner, self._watchers)):
+            for _ in run_stages(stages, Runner(backend, ledger, planner, self.watcher)):
                 pass
 
     def _load_warnings(self, load: MachineLoad) -> Sequence[str]:
@@ -416,7 +415,7 @@ class _Search:
             return SearchInterruptedError(
                 f"{interruption} before anything was measured.", "Run the same search again.", excluded, None
             )
-        step_seconds = self._watchers.last_step_seconds
+        step_seconds = self.watcher.last_step_seconds
         return explain.nothing_works_error(ledger, excluded, step_seconds is not None) or self.budget.too_small_error(
             step_seconds
         )
@@ -450,7 +449,7 @@ def confirmation_stages(shortlist: Shortlist, environment: dict[str, str], optio
 
 
 def _devices(
-    source: Source, options: SearchOptions, watchers: Watchers, warn: Callable[[str], None]
+    source: Source, options: SearchOptions, watcher: ProgressWatcher, warn: Callable[[str], None]
 ) -> Devices | RayDevices:
     """Return the devices for a search with these options. `warn` is called for each node that cannot be used."""
     if options.ray is not None:
@@ -461,6 +460,6 @@ def _devices(
             sends_directory=not (payload.target or "").startswith("autotune_amp."),
             excludes=[] if (out := os.path.relpath(options.out)).startswith(os.pardir) else [f"/{out}/"],
         )
-        return RayDevices(cluster, options.device, options.ranks, payload, watchers.for_slot, warn)
+        return RayDevices(cluster, options.device, options.ranks, payload, watcher.for_slot, warn)
     gpus = None if options.devices is None else find_gpus(options.devices)
-    return Devices(options.first_device, source.backend, watchers.for_slot, gpus, options.ranks)
+    return Devices(options.first_device, source.backend, watcher.for_slot, gpus, options.ranks)

@@ -36,7 +36,7 @@ from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.loss_scales import AllScales
 from autotune_amp.search.planner import JobDefaults, Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Runner, Watchers, run_stages
+from autotune_amp.search.run import ProgressWatcher, Runner, run_stages
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages import Stage
 from autotune_amp.search.stages.checks import Checks, LossScales
@@ -293,7 +293,7 @@ class ScriptedSearch:
         return Planner(self.job_defaults, self.budget)
 
     def runner(self, backend: Any = None) -> Runner:
-        return Runner(backend or self.backend, self.ledger, self.planner, Watchers(self.watcher))
+        return Runner(backend or self.backend, self.ledger, self.planner, self.watcher)
 
     def measure(self, *settings: Setting) -> None:
         """A trial of each, without limits."""

@@ -31,7 +31,7 @@ from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.ranking import PLATEAU
-from autotune_amp.search.run import Runner, Watchers, run_stages
+from autotune_amp.search.run import Runner, run_stages
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages import Stage
 from autotune_amp.search.stages.explore import exploration_stages
@@ -133,7 +133,7 @@ SPACE = Space(candidates=tuple(candidate(p, b) for p in ("fp32", "bf16") for b i
 def on_slots(searched: ScriptedSearch, num_slots: int, backend: Any = None) -> Runner:
     slots = SLOTS[:num_slots]
     beside = backend or SlotBackends(dict.fromkeys(slots, searched.backend))
-    return Runner(beside, searched.ledger, searched.planner, Watchers(searched.watcher))
+    return Runner(beside, searched.ledger, searched.planner, searched.watcher)
 
 
 def answer(trial: Trial) -> Outcome:

@@ -110,7 +110,6 @@ class LossScales(Stage):
 
     def next(self, ledger: Ledger, planner: Planner) -> None:
         """Let the study suggest and replay loss scales. Always return None, since a replay needs no job."""
-        self.study.catch_up(ledger)
         for contender in filter(None, (ledger.final_shortlist or ())[:2]):
             self.study.suggest_pairs(
                 contender.with_own_workers, NUM_PAIRS, lambda: planner.seconds_before_confirmation(ledger)
