@@ -388,14 +388,6 @@ def merit(measurements: Sequence[Measurement], applied_share: float = 1.0, *, ob
     )
 
 
-def token_ratio(measurement: Measurement, other: Measurement) -> float:
-    """Return the tokens of a sample in one measurement over those in another, 1 if one of them counted none."""
-    tokens, other_tokens = measurement.tokens_per_second, other.tokens_per_second
-    if tokens is None or other_tokens is None:
-        return 1.0
-    return (tokens / measurement.samples_per_second) / (other_tokens / other.samples_per_second)
-
-
 def joules_per_sample(measurements: Iterable[Measurement]) -> float | None:
     """Return the median joules per sample of the processes that read an energy counter, or None if none did."""
     return known_median(m.joules_per_sample for m in measurements)

@@ -22,12 +22,7 @@ from autotune_amp.dimensions.argument import Argument, arguments_of
 from autotune_amp.dimensions.dimension import Dimension, Leader
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
-from autotune_amp.search.ranking import (
-    MIN_GAIN,
-    check_key,
-    needs_check,
-    token_ratio,
-)
+from autotune_amp.search.ranking import MIN_GAIN, check_key, needs_check, throughput
 from autotune_amp.search.stages import SearchJob, Stage
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import next_promising
@@ -374,7 +369,9 @@ def _row(
     (low, high), (base_low, base_high) = (
         _per_sample(r, m) for r, m in ((record.candidate, outcome), (reference, reference_measurement))
     )
-    ratio = token_ratio(outcome, reference_measurement) if ledger.objective == "tokens" else 1.0
+    speedup = throughput(ledger.objective, outcome) / throughput(ledger.objective, reference_measurement)
+    # Of the tokens in a sample, if the objective compares tokens, else 1.
+    ratio = speedup * reference_measurement.samples_per_second / outcome.samples_per_second
     verdict = ledger.fidelity.get(check_key(record.candidate))
     is_equal = "numerics" not in dimension.affects or (verdict is not None and verdict.is_equal)
     if isinstance(dimension, Argument) and _is_without_effect(outcome, reference_measurement, is_equal=is_equal):
@@ -382,7 +379,7 @@ def _row(
     return replace(
         row,
         beside=str(reference),
-        speedup=ratio * outcome.samples_per_second / reference_measurement.samples_per_second,
+        speedup=speedup,
         speedup_interval=(ratio * base_low / high, ratio * base_high / low),
         memory_change_bytes=outcome.peak_memory_bytes - reference_measurement.peak_memory_bytes,
     )
