@@ -24,11 +24,11 @@ def gain_interval(ledger: Ledger, candidate: SettingRuns, baseline: SettingRuns)
     if interval is not None:
         return interval
     # On several slots, trials that ran beside others are compared with each other.
-    speeds = [
+    speeds, baseline_speeds = (
         [ranking.throughput(ledger.objective, m) for m in ledger.measurements.get(runs.candidate, ())]
         for runs in (candidate, baseline)
-    ]
-    return unpaired_ratio_interval(*speeds) if all(speeds) else (0.0, math.inf)
+    )
+    return unpaired_ratio_interval(speeds, baseline_speeds) if speeds and baseline_speeds else (0.0, math.inf)
 
 
 def gain_and_rounds_to_settle(

@@ -452,19 +452,20 @@ def least_speed(objective: Objective, baseline: Merit | None) -> float:
     return (1 - MIN_GAIN) * baseline.speed if objective == "memory" and baseline is not None else 0.0
 
 
-def is_worth_a_change(objective: Objective, candidate: Merit, baseline: Merit) -> bool:
-    """Whether a setting improves on the baseline by at least 3 % in the objective.
+def is_worth_a_change(objective: Objective, candidate: Merit, baseline: Merit | None) -> bool:
+    """Whether a setting improves on the baseline by at least 3 % in the objective, or the baseline was not measured.
 
     For memory, a setting with the baseline's peak counts if it is 3 % faster, and one slower than the baseline never.
     """
+    if baseline is None:
+        return True
     if objective == "memory":
         if candidate.speed < least_speed(objective, baseline):
             return False
         is_faster = candidate.speed >= (1 + MIN_GAIN) * baseline.speed
         is_no_larger = SAME_MEMORY_SHARE * candidate.peak_memory_bytes <= baseline.peak_memory_bytes
-        return candidate.peak_memory_bytes <= (1 - MIN_GAIN) * baseline.peak_memory_bytes or (
-            is_faster and is_no_larger
-        )
+        is_smaller = candidate.peak_memory_bytes <= (1 - MIN_GAIN) * baseline.peak_memory_bytes
+        return is_smaller or (is_faster and is_no_larger)
     if objective == "energy":
         if candidate.joules_per_sample is None or baseline.joules_per_sample is None:
             return candidate.joules_per_sample is not None

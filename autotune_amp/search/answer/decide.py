@@ -97,15 +97,10 @@ def decide(
     ledger.raise_if_unmeasured()
     least_speed = ranking.least_speed(objective, baseline_merit)
     ranked = ranking.rank_for(objective, contenders, least_speed=least_speed, tiers=ledger.tiers)
-    improvements = [
-        c
-        for c in ranked
-        if baseline_merit is None or ranking.is_worth_a_change(objective, contenders[c], baseline_merit)
-    ]
+    improvements = [c for c in ranked if ranking.is_worth_a_change(objective, contenders[c], baseline_merit)]
     gains = {c: gain_interval(ledger, best_runs(records, c, environment), compared_baseline) for c in improvements}
-    candidate = next(
-        (c for c in improvements if baseline_merit is None or not ledger.is_by_throughput or gains[c][0] > 1), None
-    )
+    needs_gain = baseline_merit is not None and ledger.is_by_throughput
+    candidate = next((c for c in improvements if not needs_gain or gains[c][0] > 1), None)
     is_kept = candidate is None
     chosen_environment = {} if is_kept else dict(environment)
     chosen_runs = baseline if candidate is None else best_runs(records, candidate, chosen_environment)
