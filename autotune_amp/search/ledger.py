@@ -22,7 +22,7 @@ from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.loss_scales import CalibrationResult, Pair
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
-from autotune_amp.search.ranking import Merit, contenders, is_worth_a_change, least_speed, merit, rank_for
+from autotune_amp.search.ranking import Merit, contenders, is_worth_a_change, merit, rank_for
 from autotune_amp.search.space import Space, excluded_by_outcomes, with_accumulation_checked
 
 # A rival within 10 % may overtake the winner when both are measured again in fresh processes (the confirmation):
@@ -377,7 +377,7 @@ class Ledger:
             return None
         objective, baseline = self.objective, self.space.baseline
         baseline_merit = self.measured_merits.get(baseline)
-        ranked = rank_for(objective, self.merits, least_speed=least_speed(objective, baseline_merit), tiers=tiers)
+        ranked = rank_for(objective, self.merits, baseline=baseline_merit, tiers=tiers)
         winner = ranked[0]
         if baseline_merit is not None:
             candidates = contenders(self.merits, tiers, baseline)

@@ -412,19 +412,20 @@ def rank_for(
     objective: Objective,
     merits: Mapping[Setting, Merit],
     *,
-    least_speed: float = 0.0,
+    baseline: Merit | None = None,
     tiers: Mapping[Setting, int] | None = None,
 ) -> list[Setting]:
     """Return the candidates ranked by any objective, as `rank` does by speed.
 
-    Within `PLATEAU` of the best, the one with the fewest risks wins. For memory, candidates below `least_speed` samples
-    per second come after the others of their tier; for energy, those without joules do. Both are then ranked by speed.
+    Within `PLATEAU` of the best, the one with the fewest risks wins. For memory, candidates below the `least_speed` for
+    this baseline come after the others of their tier; for energy, those without joules do. Both are then ranked by
+    speed.
     """
 
     def winner(candidates: Sequence[Setting]) -> Setting:
         speeds = {c: merits[c].speed for c in candidates}
         if objective == "memory":
-            peaks = {c: merits[c].peak_memory_bytes for c in candidates if speeds[c] >= least_speed}
+            peaks = {c: merits[c].peak_memory_bytes for c in candidates if speeds[c] >= least}
             speeds = {
                 c: speeds[c] for c, peak in peaks.items() if SAME_MEMORY_SHARE * peak <= min(peaks.values())
             } or speeds
@@ -435,7 +436,7 @@ def rank_for(
             equals = [c for c, speed in speeds.items() if speed >= (1 - PLATEAU) * max(speeds.values())]
         return min(equals, key=lambda c: (tier_of.get(c, 0), risks(c)))
 
-    tier_of = tiers or {}
+    tier_of, least = tiers or {}, least_speed(objective, baseline)
     groups: dict[tuple[int, bool], list[Setting]] = {}
     for candidate in merits:
         groups.setdefault((max(UNDECIDED_TIER, tier_of.get(candidate, 0)), candidate.as_found), []).append(candidate)

@@ -95,8 +95,7 @@ def decide(
         searched = best_runs(_before_confirmation(records), space.baseline, {})
         compared_baseline = searched if searched.measurements else baseline
     ledger.raise_if_unmeasured()
-    least_speed = ranking.least_speed(objective, baseline_merit)
-    ranked = ranking.rank_for(objective, contenders, least_speed=least_speed, tiers=ledger.tiers)
+    ranked = ranking.rank_for(objective, contenders, baseline=baseline_merit, tiers=ledger.tiers)
     improvements = [c for c in ranked if ranking.is_worth_a_change(objective, contenders[c], baseline_merit)]
     gains = {c: gain_interval(ledger, best_runs(records, c, environment), compared_baseline) for c in improvements}
     needs_gain = baseline_merit is not None and ledger.is_by_throughput
