@@ -297,7 +297,6 @@ class FingerprintBuilder:
                 )
         if label is None or file is None or (path := str(Path(file).absolute())) in self.files:
             return label
-        self.files[path] = ""  # until it was read: what it imports may import it
         name = f"source file {label}"
         try:
             self.files[path] = file_digest(file)
