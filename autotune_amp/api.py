@@ -324,20 +324,15 @@ def _workload_source(workload: WorkloadArgument, caller: str, shell_command: str
     if isinstance(workload, str) and ":" not in workload:
         command = likely_command([workload])
         if command is not None:
-            line, is_script = shell_line(command), workload.endswith(".py")
-            function = (
-                f"Name the function in it that returns a Workload: {workload}:FUNCTION. Or give"
-                if is_script
-                else "Give"
-            )
-            raise WorkloadError(
-                f"{workload!r} names no workload.",
-                f"{function} the command: `autotune-amp {shell_command} -- {line}`, in Python "
-                f"CommandTemplate.of({line!r}).",
-            )
-    return (
-        target(workload or DEFAULT_TARGET) if workload is None or isinstance(workload, str) else live_source(workload)
-    )
+            line = shell_line(command)
+            next_step = f"Give the command: `autotune-amp {shell_command} -- {line}`, in Python "
+            next_step += f"CommandTemplate.of({line!r})."
+            if workload.endswith(".py"):
+                next_step += f" Or name the function in it that returns a Workload: {workload}:FUNCTION."
+            raise WorkloadError(f"{workload!r} names no workload.", next_step)
+    if workload is None or isinstance(workload, str):
+        return target(workload or DEFAULT_TARGET)
+    return live_source(workload)
 
 
 def _warn(text: str) -> None:

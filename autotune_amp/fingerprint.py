@@ -90,7 +90,7 @@ def compute_fingerprint(
     workload: object, options: dict[str, object], identity: DeviceIdentity, torch_state: dict[str, object]
 ) -> Fingerprint:
     """Return the fingerprint of a search: workload, options, device, torch flags, environment and versions."""
-    parts, unknown = workload_parts(workload)
+    parts, unknown, files = workload_parts(workload)
     parts = {name: part for name, part in parts.items() if name.rpartition("variable ")[2] not in _SET_BY_PROGRAMS}
     groups = {"option": options, "device": msgspec.structs.asdict(identity), "torch flag": torch_state}
     for group, named in groups.items():
@@ -102,7 +102,7 @@ def compute_fingerprint(
         if name.startswith(_SPEED_VARIABLES) and not (name in _SET_BY_PROGRAMS or is_from_launcher(name)):
             parts[f"environment variable {name}"] = text_digest(value)
     content = msgspec.json.encode(sorted(parts.items()))
-    return Fingerprint(digest=hashlib.sha256(content).hexdigest(), parts=parts, unknown=unknown)
+    return Fingerprint(digest=hashlib.sha256(content).hexdigest(), parts=parts, unknown=unknown, files=files)
 
 
 def _text_or_hash(value: object) -> str:
@@ -111,8 +111,9 @@ def _text_or_hash(value: object) -> str:
     return f"={value}" if is_plain and len(str(value)) <= 60 else _hex(FingerprintBuilder().hash(value))
 
 
-def workload_parts(workload: object) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return a hash for each part of a workload, by name, and descriptions of parts that cannot be compared.
+def workload_parts(workload: object) -> tuple[dict[str, str], tuple[str, ...], dict[str, str]]:
+    """Return a hash for each part of a workload, by name, descriptions of parts that cannot be compared, and the
+    digests of the source files by their paths.
 
     `workload` is an object with attributes, or a function that returns one and is not called. Examples of names are
     ``workload.model`` and ``source file train.py``. A value with the prefix ``=`` is plain text.
@@ -122,7 +123,7 @@ def workload_parts(workload: object) -> tuple[dict[str, str], tuple[str, ...]]:
     builder.add("workload", workload if is_function else type(workload))
     for name, value in () if is_function else vars(workload).items():
         builder.add(f"workload.{name}", value)
-    return builder.parts, tuple(builder.unknown)
+    return builder.parts, tuple(builder.unknown), builder.files
 
 
 def file_digest(file: str | Path) -> str:
@@ -214,7 +215,7 @@ class FingerprintBuilder:
         self.parts: dict[str, str] = {}
         self.unknown: dict[str, None] = {}
         self._name = ""
-        self._files: set[Path] = set()
+        self.files: dict[str, str] = {}  # digests of source files by their paths
         self._hashes: dict[int, tuple[object, bytes]] = {}  # keeps objects alive, so that no id is reused
         # Functions and classes that can be found by name are hashed one by one, so that neither a long chain of calls
         # nor the order in which a cycle is entered matters: the hash of each, and what it refers to in turn.
@@ -294,12 +295,12 @@ class FingerprintBuilder:
                 self.parts[f"version of {root if installed_version else module}"] = (
                     f"={installed_version}" if installed_version or not file else file_digest(file)
                 )
-        if label is None or file is None or (path := Path(file).absolute()) in self._files:
+        if label is None or file is None or (path := str(Path(file).absolute())) in self.files:
             return label
-        self._files.add(path)
         name = f"source file {label}"
         try:
-            self.parts[name] = self.parts.get(name, "") + file_digest(file)  # two files may have one label
+            self.files[path] = file_digest(file)
+            self.parts[name] = self.parts.get(name, "") + self.files[path]  # two files may have one label
             if file.endswith(".py"):
                 parent = module if Path(file).stem == "__init__" else module.rpartition(".")[0]
                 self.add_imports(Path(file).read_text("utf-8", "replace"), package or parent)

@@ -47,10 +47,10 @@ def show(
     recommendation = Recommendation.load(path)
     if any(option_value is not None for option_value in (objective, steps, samples, price_per_hour)):
         from autotune_amp.search.answer.decide import rerank_with_options
-        from autotune_amp.search.options import SearchOptions
 
-        recommendation.options_as(SearchOptions)  # raises if the saved options are damaged
-        recommendation = rerank_with_options(recommendation, path, objective, steps, samples, price_per_hour)
+        recommendation = rerank_with_options(
+            recommendation, path, objective=objective, steps=steps, samples=samples, price_per_hour=price_per_hour
+        )
     return recommendation_output(recommendation, as_json, path)
 
 

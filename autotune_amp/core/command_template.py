@@ -281,14 +281,11 @@ class CommandTemplate(msgspec.Struct, frozen=True, kw_only=True):
         def fill(match: re.Match[str]) -> str:
             placeholder = _placeholder_from_match(match)
             if placeholder is None:
-                is_placeholder = not is_file or (
-                    match["single"]
-                    and (
-                        _OWN_PLACEHOLDER.fullmatch(match["single"])
-                        or _similar_placeholder(match["literal"], _MIN_SIMILARITY)
-                    )
-                )
-                return match["single"] if match["single"] and is_placeholder else match[0]
+                single, name = match["single"], match["literal"]
+                if single is None:
+                    return match[0]
+                is_placeholder = _OWN_PLACEHOLDER.fullmatch(single) or _similar_placeholder(name, _MIN_SIMILARITY)
+                return match[0] if is_file and not is_placeholder else single
             value = values.get(placeholder.name, placeholder.today)
             if value is None:
                 return f"{{{placeholder.name}}}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence  # msgspec reads it from the annotations
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -72,8 +72,16 @@ def _is_printable(value: object) -> bool:
     return isinstance(value, str) and value.isprintable()
 
 
-def _is_list(value: object) -> bool:
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _are_texts(value: object) -> bool:
+    return _is_list(value) and all(map(_is_printable, value))
+
+
+def _are_pairs(value: object) -> bool:
+    return _is_list(value) and all(_are_texts(pair) and len(pair) == 2 for pair in value)
 
 
 SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")  # of torch.amp.GradScaler
@@ -125,24 +133,9 @@ def _check_setting(setting: Setting) -> None:
     _must_be(setting, "batch_size accumulation_steps", "a whole number from 1 up", _is_count)
     or_none = "a whole number from 0 up, or None to keep the data's own"
     _must_be(setting, "num_workers", or_none, lambda num: num is None or (type(num) is int and num >= 0))
-    names = "a list of module names, each a text without control characters"
-    _must_be(
-        setting,
-        "pinned_modules",
-        names,
-        lambda module_names: _is_list(module_names) and all(map(_is_printable, module_names)),
-    )
+    _must_be(setting, "pinned_modules", "a list of module names, each a text without control characters", _are_texts)
     msgspec.structs.force_setattr(setting, "pinned_modules", tuple(setting.pinned_modules))
-    pairs = "a list of [name, value] pairs of texts without control characters"
-    _must_be(
-        setting,
-        "arguments",
-        pairs,
-        lambda arguments: (
-            _is_list(arguments)
-            and all(_is_list(pair) and len(pair) == 2 and all(map(_is_printable, pair)) for pair in arguments)
-        ),
-    )
+    _must_be(setting, "arguments", "a list of [name, value] pairs of texts without control characters", _are_pairs)
     msgspec.structs.force_setattr(setting, "arguments", tuple(sorted(map(tuple, setting.arguments))))
     for name, values in VARIANT_VALUES.items():
         _must_be(setting, name, f"one of {', '.join(values)}", values.__contains__)

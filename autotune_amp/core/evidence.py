@@ -121,14 +121,12 @@ class ProcessPeak(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """Conditions under which the peak memory was measured.
 
-    `worst_case` describes the largest batch, None if all are alike or it is unknown; it was found by scanning
-    `num_seen` of `num_samples` samples, None if the user named it. `has_evaluation`, `has_checkpoint`: the confirmation
-    ran the workload's own. `processes` holds the peak of each process; the reported peak is the highest.
+    `worst_case` describes the largest batch, None if all are alike or it is unknown. `has_evaluation`,
+    `has_checkpoint`: the confirmation ran the workload's own. `processes` holds the peak of each process; the reported
+    peak is the highest.
     """
 
     worst_case: str | None
-    num_seen: Whole | None = None
-    num_samples: Whole | None = None
     has_evaluation: bool = False
     has_checkpoint: bool = False
     processes: tuple[ProcessPeak, ...] = ()
@@ -292,29 +290,16 @@ def config_line(config: AmpConfig, num_batches: int = 1) -> str:
     return ", ".join(filter(None, (text, *further, workers)))
 
 
-def speed_line(evidence: Evidence) -> str:
-    """Return the throughput to expect from a new run, and the shares of a step spent on data and in the optimizer."""
-    text = f"{rate(evidence.samples_per_second)} ({new_run_line(evidence.samples_per_second_interval)})"
-    text += f", {_tokens_part(evidence)}{step_line(evidence)}"
-    if evidence.num_processes < MIN_PROCESSES:
-        text += f"; {_unconfirmed_reason(evidence)}"
-    return text
-
-
-def _unconfirmed_reason(evidence: Evidence) -> str:
-    """Return why a speed is unconfirmed: too few processes measured the recommended setting, or else the baseline."""
-    if evidence.num_processes < MIN_PROCESSES:
-        return f"unconfirmed, measured in {count(evidence.num_processes, 'process', 'processes')} only"
-    return f"unconfirmed, fewer than {MIN_PROCESSES} processes measured the baseline"
-
-
 def throughput_line(evidence: Evidence) -> str:
-    """Return the throughput in samples and tokens, and the time of a step as `step_line` does."""
-    return f"{rate(evidence.samples_per_second)}, {_tokens_part(evidence)}{step_line(evidence)}"
-
-
-def _tokens_part(evidence: Evidence) -> str:
-    return "" if evidence.tokens_per_second is None else f"{token_rate(evidence.tokens_per_second)}, "
+    """Return the throughput in samples and tokens, the time of a step, and the shares of it spent waiting for data and
+    in the optimizer.
+    """
+    tokens = "" if evidence.tokens_per_second is None else f"{token_rate(evidence.tokens_per_second)}, "
+    text = f"{rate(evidence.samples_per_second)}, {tokens}{duration(evidence.step_seconds)} a step"
+    for share, where in ((evidence.data_share, "waiting for data"), (evidence.update_share, "in the optimizer")):
+        if share is not None and share >= 0.01:
+            text += f", {100 * share:.0f} % of it {where}"
+    return text
 
 
 def tokens_line(evidence: Evidence) -> str | None:
@@ -326,15 +311,6 @@ def tokens_line(evidence: Evidence) -> str | None:
         text += f" ({new_run_line(evidence.tokens_per_second_interval)})"
     share = evidence.padded_share
     return f"{text}, without padding, which is {_share(share)} of all positions" if share else text
-
-
-def step_line(evidence: Evidence) -> str:
-    """Return the time of a step, and the shares of it spent on data and in the optimizer."""
-    text = f"{duration(evidence.step_seconds)} a step"
-    for share, where in ((evidence.data_share, "waiting for data"), (evidence.update_share, "in the optimizer")):
-        if share is not None and share >= 0.01:
-            text += f", {100 * share:.0f} % of it {where}"
-    return text
 
 
 def new_run_line(interval: tuple[float, float], unit: str = "") -> str:
@@ -358,35 +334,29 @@ def gain_line(speedup: float, interval: tuple[float, float] | None) -> str:
     return f"not sure ({between})" if low < 1 < high else f"{times(speedup)} ({between})"
 
 
-def is_same_as_baseline(config: AmpConfig, baseline: AmpConfig) -> bool:
-    """Whether a config equals the baseline and needs no environment variables."""
-    return Setting.of(config) == Setting.of(baseline) and not config.environment
-
-
-def speedup_line(config: AmpConfig, evidence: Evidence) -> str:
+def speedup_line(evidence: Evidence) -> str:
     """Return the speed-up over the baseline, or the reason why it is unknown."""
     baseline = evidence.baseline
     if evidence.speedup is None or baseline.samples_per_second is None:
         reason = one_line(baseline.reason or "it was not measured")
         return f"unknown; the baseline is {Setting.of(baseline.config)}: {reason}"
-    if is_same_as_baseline(config, baseline.config):
-        return "none: this is what runs today"
     text = gain_line(evidence.speedup, evidence.speedup_interval)
     text += f" over the baseline, {Setting.of(baseline.config)} at {rate(baseline.samples_per_second)}"
     if baseline.tokens_per_second is not None:
         text += f", {token_rate(baseline.tokens_per_second)}"
-    if not evidence.is_confirmed and evidence.num_processes >= MIN_PROCESSES:
-        text += f"; {_unconfirmed_reason(evidence)}"
     return text
 
 
 def certainty_line(evidence: Evidence) -> str:
     """Return the certainty of the speed: the number of processes that measured it, and the interval of a new run."""
     landing = new_run_line(evidence.samples_per_second_interval, " samples/s")
-    if evidence.num_processes < MIN_PROCESSES or not evidence.is_confirmed:
-        return f"{_unconfirmed_reason(evidence)}; {landing}"
+    processes = count(evidence.num_processes, "process", "processes")
+    if evidence.num_processes < MIN_PROCESSES:
+        return f"unconfirmed, measured in {processes} only; {landing}"
+    if not evidence.is_confirmed:
+        return f"unconfirmed, fewer than {MIN_PROCESSES} processes measured the baseline; {landing}"
     certainty = "measured" if is_wide(evidence.samples_per_second_interval) else "confirmed"
-    return f"{certainty} in {count(evidence.num_processes, 'process', 'processes')}; {landing}"
+    return f"{certainty} in {processes}; {landing}"
 
 
 def plain_environment_line(evidence: Evidence) -> str | None:
@@ -481,10 +451,10 @@ def accumulation_line(accumulation: Accumulation) -> str:
     return f"{accumulation.verdict}{by}{error}"
 
 
-def devices_line(names: tuple[str, ...], *, is_confirmed: bool) -> str:
-    """Return the devices that trials ran on at the same time."""
-    confirmation = ", the confirmation on one of them" if is_confirmed else ""
-    return f"trials ran on {', '.join(names)} at the same time{confirmation}"
+def devices_line(evidence: Evidence) -> str | None:
+    """Return the devices that trials ran on at the same time, None if one job ran at a time."""
+    confirmation = ", the confirmation on one of them" if evidence.is_confirmed else ""
+    return f"trials ran on {', '.join(evidence.devices)} at the same time{confirmation}" if evidence.devices else None
 
 
 def ranks_line(ranks: RanksEvidence, device_type: str) -> str:

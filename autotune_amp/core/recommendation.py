@@ -34,8 +34,8 @@ How to read one:
   checkpoint if the workload has them.
 * **accumulation** is the result of its check: exact, exact with the weights that it names (the lines to copy and the
   exports weight the passes so, by a `count(batch)` of yours), or not used, with the reason.
-* **unconfirmed** stands beside the speed if three fresh processes of the choice did not fit into the budget, and
-  beside the speed-up if those of your present settings did not.
+* **unconfirmed** stands beside *sure* if three fresh processes of the choice, or of your present settings, did not fit
+  into the budget.
 * **The machine changed**: the confirmation differs by more than half from the search's own trials of the choice; the
   interval includes both.
 """
@@ -175,11 +175,15 @@ class VariantRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """Conditions under which a recommendation is valid: a digest for each part, and parts that cannot be compared."""
+    """Conditions under which a recommendation is valid: a digest for each part, and parts that cannot be compared.
+
+    `files` are the digests of the user's files by their paths, while a search runs; they are not saved.
+    """
 
     digest: str
     parts: dict[str, str]
     unknown: tuple[str, ...] = ()
+    files: dict[str, str] = {}
 
     def differences(self, now: Fingerprint) -> tuple[str, ...]:
         """Return a line for each difference to `now` and each unknown part; empty if both are the same."""
@@ -229,10 +233,6 @@ class _ShownOptions(msgspec.Struct):
     num_steps: Count | None = None
     num_samples: Count | None = None
     price_per_hour: NotNegative | None = None
-
-
-# Labels of the facts that `answer` or the warnings contain already.
-_ANSWER_LABELS = ("config", "speed", "speed-up", "memory", "reason", "warning")
 
 
 class Recommendation(Decision, frozen=True, kw_only=True):
@@ -341,7 +341,8 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     @property
     def is_kept(self) -> bool:
         """Whether the recommendation is to keep the present setting and environment."""
-        return explain.is_same_as_baseline(self.config, self.evidence.baseline.config)
+        baseline = self.evidence.baseline.config
+        return Setting.of(self.config) == Setting.of(baseline) and not self.config.environment
 
     @property
     def is_sure(self) -> bool:
@@ -359,53 +360,44 @@ class Recommendation(Decision, frozen=True, kw_only=True):
 
     def answer(self) -> list[tuple[str, str]]:
         """Return the (label, text) pairs to read first: what to set, its gain, how certain that is, and the reason."""
-        config, evidence = self.config, self.evidence
+        config, evidence, utilization = self.config, self.evidence, self.utilization
         own = explain.config_line(config, self.num_batches)
         return [
             ("set", f"nothing; {own} stays" if self.is_kept else own),
             ("speed", explain.throughput_line(evidence)),
-            *([] if self.is_kept else [("gain", explain.speedup_line(config, evidence))]),
+            *([] if self.is_kept else [("gain", explain.speedup_line(evidence))]),
             ("sure", explain.certainty_line(evidence)),
             ("memory", explain.memory_line(evidence, self.hardware.identity.type)),
-            *([("MFU", self._utilization_line())] if self.utilization and self.utilization.flops_per_second else []),
+            *([("MFU", explain.utilization_line(utilization))] if utilization and utilization.flops_per_second else []),
             *([] if self.unit_price is None else [("cost", explain.unit_price_line(self.unit_price))]),
             ("why", one_line(self.reason)),
         ]
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return (label, text) pairs for all facts about the recommended config."""
-        config, evidence, workload = self.config, self.evidence, self.workload
-        joules = evidence.joules_per_sample
+        """Return (label, text) pairs for all facts about the recommended config, those of `answer` first."""
+        return [*self.answer(), *self.further_facts()]
+
+    def further_facts(self) -> list[tuple[str, str]]:
+        """Return (label, text) pairs for the facts that neither `answer` nor the warnings contain."""
+        config, evidence, workload, utilization = self.config, self.evidence, self.workload, self.utilization
+        joules, has_mfu = evidence.joules_per_sample, self.measured_flops is not None
+        device_type = self.hardware.identity.type
         scale = config.loss_scale if self.command_template is None else None  # a script has its own
         limit_bytes = self.options.get("memory_limit")
         accumulation = evidence.accumulation if config.accumulation_steps > 1 else None
         pauses = {"an evaluation": evidence.evaluation_seconds, "a checkpoint": evidence.checkpoint_seconds}
         pause_texts = [f"{name} takes {duration(seconds)}" for name, seconds in pauses.items() if seconds is not None]
         lines = [
-            ("config", explain.config_line(config, self.num_batches)),
-            ("speed", explain.speed_line(evidence)),
-            ("speed-up", explain.speedup_line(config, evidence)),
             ("tokens", explain.tokens_line(evidence)),
             ("plain", explain.plain_environment_line(evidence)),
-            ("memory", explain.memory_line(evidence, self.hardware.identity.type)),
             ("limit", None if limit_bytes is None else f"{size(limit_bytes)} of memory for each trial, as requested"),
             ("objective", None if self.objective == "speed" else self.objective),
             ("energy", None if joules is None else f"{joules:.3g} J a sample"),
             ("job", None if self.job is None else explain.job_line(self.job)),
-            ("cost", None if self.unit_price is None else explain.unit_price_line(self.unit_price)),
-            ("MFU", self._utilization_line() if self.utilization else None),
-            (
-                "devices",
-                explain.devices_line(evidence.devices, is_confirmed=evidence.is_confirmed)
-                if evidence.devices
-                else None,
-            ),
-            (
-                "ranks",
-                None if evidence.ranks is None else explain.ranks_line(evidence.ranks, self.hardware.identity.type),
-            ),
+            ("MFU", None if utilization is None or has_mfu else explain.utilization_line(utilization)),
+            ("devices", explain.devices_line(evidence)),
+            ("ranks", None if evidence.ranks is None else explain.ranks_line(evidence.ranks, device_type)),
             ("run", None if workload is None or not workload.is_ranked else explain.ranked_run_line(config, workload)),
-            ("reason", one_line(self.reason)),
             ("outlook", None if self.outlook is None else explain.outlook_line(self.outlook)),
             ("pauses", ", ".join(pause_texts) or None),
             ("loss scale", None if scale is None else explain.loss_scale_line(scale, evidence.loss_scale)),
@@ -413,18 +405,8 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             ("pinned", f"{module_names(config.pinned_modules)} in fp32" if config.pinned_modules else None),
             *(("fidelity", explain.check_line(check)) for check in self.checks()),
             *(("fallback", explain.measured_line(p, p.samples_per_second, p.peak_memory_bytes)) for p in config.plans),
-            *(("warning", one_line(warning)) for warning in self.warnings),
         ]
         return [(label, text) for label, text in lines if text is not None]
-
-    def _utilization_line(self) -> str:
-        assert self.utilization is not None
-        return explain.utilization_line(self.utilization)
-
-    def further_facts(self) -> list[tuple[str, str]]:
-        """Return the pairs of `facts` that neither `answer` nor the warnings contain."""
-        answered = {*_ANSWER_LABELS, *dict(self.answer())}
-        return [fact for fact in self.facts() if fact[0] not in answered]
 
     def answer_html(self) -> str:
         """Return HTML for a report or a notebook: the key numbers, how sure they are, and the reason."""
@@ -468,7 +450,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
         return "not sure" if is_unclear else times(speedup), f"{between}{baseline}"
 
     def _repr_html_(self) -> str:
-        further = [fact for fact in self.facts() if fact[0] not in ("config", "reason", "warning")]
+        further = [fact for fact in self.facts() if fact[0] not in ("set", "sure", "why")]
         title = f"{self.title()}: {explain.config_line(self.config, self.num_batches)}"
         details = {"Evidence": markup.definition_list(further), "Notes": self.notes_html()}
         folded = (markup.collapsible(name, body) for name, body in details.items() if body)

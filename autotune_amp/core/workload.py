@@ -73,6 +73,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,6 +103,7 @@ class Fitting(NamedTuple):
     stepped: Callable[[Any, int], None]
 
 
+@dataclass(eq=False, repr=False)
 class Workload:
     """Parts of a training step. No object passed in is ever changed: trials run on copies in other processes.
 
@@ -145,46 +147,27 @@ class Workload:
     training run. Raises `WorkloadError` for arguments of another type.
     """
 
-    def __init__(
-        self,
-        model: Any = None,
-        loss: Callable[[Any, Any], Any] | None = None,
-        data: Any = None,
-        optimizer: Any = None,
-        name: str = "workload",
-        *,
-        build: Callable[[], Any] | None = None,
-        train_step: Callable[[Any, Any, Any], Any] | None = None,
-        worst_batch: Callable[[int], Any] | None = None,
-        evaluate: Callable[[Any], Any] | None = None,
-        checkpoint: Callable[..., Any] | None = None,
-        accumulation_steps: int = 1,
-        precision: Precision | None = None,
-        weighs_passes: bool = False,
-        clip: Callable[[Any], Any] | None = None,
-        schedule: Callable[[Any], Any] | None = None,
-        fit: Callable[[Fitting], None] | None = None,
-        trainer: str | None = None,
-        trainer_ranks: int = 1,
-    ) -> None:
-        self.model = model
-        self.loss = loss
-        self.data = data
-        self.optimizer = optimizer
-        self.name = name
-        self.build = build
-        self.train_step = train_step
-        self.worst_batch = worst_batch
-        self.evaluate = evaluate
-        self.checkpoint = checkpoint
-        self.accumulation_steps = accumulation_steps
-        self.precision = precision
-        self.weighs_passes = weighs_passes
-        self.clip = clip
-        self.schedule = schedule
-        self.fit = fit
-        self.trainer = trainer
-        self.trainer_ranks = trainer_ranks
+    model: Any = None
+    loss: Callable[[Any, Any], Any] | None = None
+    data: Any = None
+    optimizer: Any = None
+    name: str = "workload"
+    _: KW_ONLY
+    build: Callable[[], Any] | None = None
+    train_step: Callable[[Any, Any, Any], Any] | None = None
+    worst_batch: Callable[[int], Any] | None = None
+    evaluate: Callable[[Any], Any] | None = None
+    checkpoint: Callable[..., Any] | None = None
+    accumulation_steps: int = 1
+    precision: Precision | None = None
+    weighs_passes: bool = False
+    clip: Callable[[Any], Any] | None = None
+    schedule: Callable[[Any], Any] | None = None
+    fit: Callable[[Fitting], None] | None = None
+    trainer: str | None = None
+    trainer_ranks: int = 1
+
+    def __post_init__(self) -> None:
         self._check_parts()
         self._check_present_setting()
 

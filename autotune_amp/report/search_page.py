@@ -8,7 +8,7 @@ from typing import TypeAlias
 import msgspec
 
 from autotune_amp.core import markup
-from autotune_amp.core.evidence import accumulation_line, check_line
+from autotune_amp.core.evidence import accumulation_line, check_line, config_line
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Record
 from autotune_amp.core.recommendation import Exclusion, Recommendation
 from autotune_amp.core.text import count, duration, exact, one_line, outcome_name
@@ -25,7 +25,7 @@ from autotune_amp.report.numerics_charts import (
 from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.ranking import is_trial
 
-_SHOWN_ELSEWHERE = ("config", "reason", "warning", "fidelity")  # facts with their own place on the page
+_SHOWN_ELSEWHERE = ("set", "sure", "why", "fidelity")  # facts with their own place on the page
 _AGAINST_BATCH_SIZE = "Throughput against batch size"
 
 _THROUGHPUT = (
@@ -71,13 +71,14 @@ def search_page(recommendation: Recommendation, records: Sequence[Record], path:
             "The search over time": [(course(recommendation, records), _COURSE)],
         }
     )
-    facts = recommendation.facts()
+    config = config_line(recommendation.config, recommendation.num_batches)
+    evidence = [fact for fact in recommendation.facts() if fact[0] not in _SHOWN_ELSEWHERE]
     return document.page(
-        f"{recommendation.search.study}: {'keep ' * recommendation.is_kept}{dict(facts)['config']}",
+        f"{recommendation.search.study}: {'keep ' * recommendation.is_kept}{config}",
         {
             "Use it": _use(recommendation, path),
             "Warnings": recommendation.warnings_html(),
-            "Evidence": markup.definition_list(pair for pair in facts if pair[0] not in _SHOWN_ELSEWHERE),
+            "Evidence": markup.definition_list(evidence),
             _AGAINST_BATCH_SIZE: charts.pop(_AGAINST_BATCH_SIZE),
         },
         {

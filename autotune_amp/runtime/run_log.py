@@ -30,15 +30,18 @@ _SIGNATURE = b'{"event":"begin",'
 _HOW_TO_MAKE_ONE = 'Give a file that PrecisionController(config, run_log="run.jsonl") wrote.'
 
 
-class BeginLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="begin"):
+class _RunLine(Readings, frozen=True, kw_only=True, tag_field="event"):
+    """Line of a run. `run_id` is kept in checkpoints; a checkpoint without it starts a new run."""
+
+    run_id: str = ""
+
+
+class BeginLine(_RunLine, frozen=True, kw_only=True, tag="begin"):
     """Line for the start of a controller, or its resumption from a checkpoint. `config` is the controller's, `time` ISO
     8601 in UTC.
-
-    `run_id` is kept in checkpoints; a checkpoint without it starts a new run.
     """
 
     format: int = FORMAT
-    run_id: str
     is_resumed: bool
     time: str
     device: str
@@ -47,16 +50,13 @@ class BeginLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="beg
     config: AmpConfig
 
 
-class SampleLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="sample"):
+class SampleLine(_RunLine, frozen=True, kw_only=True, tag="sample"):
     """Line written every 64 updates and when the loss scale changed. `loss` is None if not finite or not seen."""
 
-    run_id: str = ""
 
-
-class MoveLine(Readings, frozen=True, kw_only=True, tag_field="event", tag="move"):
+class MoveLine(_RunLine, frozen=True, kw_only=True, tag="move"):
     """Line for a move, or for advice of an advisory controller; see `autotune_amp.runtime.status.MoveRecord`."""
 
-    run_id: str = ""
     kind: str = msgspec.field(name="move")
     before: Precision
     after: Precision

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,7 +27,7 @@ from autotune_amp.core.recommendation import Fingerprint, write_atomically
 from autotune_amp.distributed import is_from_launcher
 from autotune_amp.fingerprint import file_digest, imported_names, installed_version, text_digest, user_modules
 from autotune_amp.search.options import SearchOptions
-from autotune_amp.search.source import Source, folder_name
+from autotune_amp.search.source import Source, folder_name, relative_path
 from autotune_amp.search.space import Space
 from autotune_amp.search.storage.folder import StudyFolder
 
@@ -105,7 +105,7 @@ def _named_in(path: Path) -> Iterator[Path]:
         above = path.parent.joinpath(*[os.pardir] * (dots - 1))
         for folder in (above,) if dots else (Path(), above):
             for _, file in user_modules(name.lstrip("."), [str(folder.absolute())], {}):
-                yield from () if file is None else [Path(_relative(file))]
+                yield from () if file is None else [Path(relative_path(file))]
 
 
 def _words(text: str) -> list[str]:
@@ -125,23 +125,17 @@ def fingerprint_parts(line: CommandTemplate) -> dict[str, str]:
     parts |= {f"--value {name}": f"={word}" for name, word in line.values.items()}
     files = [*files_of_command(line.arguments), *map(Path, line.files)]
     parts |= {f"file {file}": file_digest(file) for file in files}
-    named = _named_in_code(path for path in files if path.suffix in (".py", ".sh"))
-    parts |= {f"environment variable {name}": text_digest(os.environ[name]) for name in named.variables}
+    variables, libraries = _named_in_code(path for path in files if path.suffix in (".py", ".sh"))
+    parts |= {f"environment variable {name}": text_digest(os.environ[name]) for name in variables}
     program = shutil.which(line.arguments[0])
     if program is None or Path(program).parent != Path(sys.executable).parent:
         return parts | {"program": f"={program}"}  # its libraries are those of another environment
-    return parts | {f"version of {name}": f"={installed_version(name)}" for name in named.libraries}
+    return parts | {f"version of {name}": f"={installed_version(name)}" for name in libraries}
 
 
-class _Named(NamedTuple):
-    """Environment variables that are set, and installed libraries, which the code of a command names."""
-
-    variables: list[str]
-    libraries: list[str]
-
-
-def _named_in_code(files: Iterable[Path]) -> _Named:
-    """Return the variables and libraries that Python files and shell scripts name, in the order of their names.
+def _named_in_code(files: Iterable[Path]) -> tuple[list[str], list[str]]:
+    """Return the environment variables that are set, and the installed libraries, that Python files and shell scripts
+    name, in the order of their names.
 
     Variables that tell the place of files, a process its rank, or a job its number and hosts, do not count.
     """
@@ -151,14 +145,12 @@ def _named_in_code(files: Iterable[Path]) -> _Named:
         is_python = path.suffix == ".py"
         variables.update(re.findall(r"[\"']([A-Z][A-Z0-9_]*)[\"']" if is_python else r"\$\{?([A-Z][A-Z0-9_]*)", text))
         libraries.update(name.partition(".")[0] for name in (imported_names(text) if is_python else ()))
-    return _Named(
-        sorted(
-            each
-            for each in variables & os.environ.keys()
-            if not (each in _PLACES or each.startswith(_OF_A_JOB) or is_from_launcher(each))
-        ),
-        sorted(each for each in libraries if each and installed_version(each) is not None),
-    )
+    counted = [
+        each
+        for each in variables & os.environ.keys()
+        if not (each in _PLACES or each.startswith(_OF_A_JOB) or is_from_launcher(each))
+    ]
+    return sorted(counted), sorted(each for each in libraries if each and installed_version(each) is not None)
 
 
 class OpenedFiles:
@@ -208,13 +200,7 @@ class OpenedFiles:
 
 
 def _label(path: str) -> str:
-    return f"file {_relative(path)}"
-
-
-def _relative(path: str) -> str:
-    """Return the path as seen from the working directory if it is inside, else `path` itself."""
-    inside = os.path.relpath(path)
-    return path if inside.startswith(os.pardir) else inside
+    return f"file {relative_path(path)}"
 
 
 class CommandSource(Source):
@@ -305,21 +291,21 @@ class CommandSource(Source):
         parts = {name: part for name, part in fingerprint_parts(self._line).items() if name not in base.parts}
         opened, changed = self._opened.parts(_files(parts))
         digest = hashlib.sha256(repr((base.digest, sorted({**parts, **changed}.items()))).encode()).hexdigest()
-        return _with_unknown(Fingerprint(digest=digest, parts={**base.parts, **parts, **opened}, unknown=base.unknown))
+        return _with_files(Fingerprint(digest=digest, parts={**base.parts, **parts, **opened}, unknown=base.unknown))
 
     def with_opened(self, fingerprint: Fingerprint) -> Fingerprint:
         """Return the fingerprint with the files that trials have read as further parts."""
         opened, _ = self._opened.parts(_files(fingerprint.parts))
-        return _with_unknown(msgspec.structs.replace(fingerprint, parts={**fingerprint.parts, **opened}))
+        return _with_files(msgspec.structs.replace(fingerprint, parts={**fingerprint.parts, **opened}))
 
 
 def _files(parts: Iterable[str]) -> list[str]:
     return [name.removeprefix("file ") for name in parts if name.startswith("file ")]
 
 
-def _with_unknown(fingerprint: Fingerprint) -> Fingerprint:
-    """Return the fingerprint, marked as unknown if it has more than `MAX_SOURCES` files."""
-    if len(_files(fingerprint.parts)) <= MAX_SOURCES:
-        return fingerprint
-    unknown = f"the command reads more than {MAX_SOURCES} files of code and settings"
-    return msgspec.structs.replace(fingerprint, unknown=(*fingerprint.unknown, unknown))
+def _with_files(fingerprint: Fingerprint) -> Fingerprint:
+    """Return the fingerprint with the digests of its files, marked as unknown if they are more than `MAX_SOURCES`."""
+    files = {name: fingerprint.parts[f"file {name}"] for name in _files(fingerprint.parts)}
+    problem = f"the command reads more than {MAX_SOURCES} files of code and settings"
+    unknown = (*fingerprint.unknown, *([problem] if len(files) > MAX_SOURCES else []))
+    return msgspec.structs.replace(fingerprint, files=files, unknown=unknown)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from msgspec.structs import replace
+
 from autotune_amp.core.evidence import MIN_PROCESSES
 from autotune_amp.core.intervals import ratio_interval, t_quantile, unpaired_ratio_interval
 from autotune_amp.core.outcome import Measurement, Purpose, Record
@@ -18,28 +20,15 @@ from autotune_amp.trial.jobs import NUM_STEPS_BEFORE_CUT
 
 def gain_interval(ledger: Ledger, candidate: SettingRuns, baseline: SettingRuns) -> tuple[float, float]:
     """Return the interval of a setting's `speedup` over the baseline; (0, infinity) if it is unknown."""
-    interval = ledger_speedup(ledger, candidate, baseline)[1] if candidate.measurements else None
+    interval = speedup(ledger, candidate, baseline)[1] if candidate.measurements else None
     if interval is not None:
         return interval
     # On several slots, trials that ran beside others are compared with each other.
-    measurements, baseline_measurements = (
-        ledger.measurements.get(runs.candidate, []) for runs in (candidate, baseline)
+    speeds, baseline_speeds = (
+        [ranking.throughput(ledger.objective, m) for m in ledger.measurements.get(runs.candidate, ())]
+        for runs in (candidate, baseline)
     )
-    if not measurements or not baseline_measurements:
-        return 0.0, math.inf
-    return unpaired_ratio_interval(
-        [merit([m]).speed(ledger.objective) for m in measurements],
-        [merit([m]).speed(ledger.objective) for m in baseline_measurements],
-    )
-
-
-def ledger_speedup(
-    ledger: Ledger, chosen: SettingRuns, baseline: SettingRuns
-) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the `speedup` among the ledger's records, in the throughput that its objective compares."""
-    if ledger.objective == "tokens":
-        chosen, baseline = chosen.in_tokens(), baseline.in_tokens()
-    return speedup(chosen, baseline, ranking.records_for(ledger.objective, ledger.records))
+    return unpaired_ratio_interval(speeds, baseline_speeds) if speeds and baseline_speeds else (0.0, math.inf)
 
 
 def gain_and_rounds_to_settle(
@@ -62,7 +51,7 @@ def gain_and_rounds_to_settle(
         return None
 
     def throughput(runs: SettingRuns) -> float:
-        return merit(runs.measurements).speed(ledger.objective)
+        return merit(runs.measurements, objective=ledger.objective).speed
 
     fastest = max(candidates, key=throughput)
     ratio, (low, _) = throughput(fastest) / throughput(baseline), gain_interval(ledger, fastest, baseline)
@@ -79,9 +68,10 @@ def gain_and_rounds_to_settle(
 
 
 def speedup(
-    chosen: SettingRuns, baseline: SettingRuns, records: Sequence[Record]
+    ledger: Ledger, chosen: SettingRuns, baseline: SettingRuns
 ) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the ratio of the median speeds, and the interval of the mean ratio: 95 %, from the fourth round on 99 %.
+    """Return the ratio of the median speeds by the ledger's objective, and the interval of the mean ratio: 95 %, from
+    the fourth round on 99 %.
 
     Both are over the rounds in which both ran or, without such a round, over the processes of both, and None if the two
     cannot be compared. Rounds beyond the third run until the interval excludes 1: with 95 % at each of them, one of
@@ -90,6 +80,7 @@ def speedup(
     """
     if not baseline.measurements:
         return None, None
+    chosen, baseline = (replace(runs, objective=ledger.objective) for runs in (chosen, baseline))
     if chosen == baseline:
         return 1.0, (1.0, 1.0)
     are_confirmed = chosen.num_confirming and baseline.num_confirming
@@ -98,7 +89,7 @@ def speedup(
     paired = _speeds_in_rounds(chosen, baseline)
     if paired is None:
         ratio = chosen.speed / baseline.speed
-        others = other_process_speeds(records, chosen, baseline)
+        others = other_process_speeds(ledger.records, chosen, baseline)
         low, high = unpaired_ratio_interval(chosen.speeds, baseline.speeds, others)
     else:
         ratio = median(paired[0]) / median(paired[1])
@@ -117,7 +108,7 @@ def _speeds_in_rounds(chosen: SettingRuns, baseline: SettingRuns) -> tuple[list[
 
 
 def other_process_speeds(records: Sequence[Record], *excluded: SettingRuns) -> list[list[float]]:
-    """Return the samples per second of the processes of each setting without the `excluded`, to estimate their spread.
+    """Return the throughput of the processes of each setting without the `excluded`, to estimate their spread.
 
     Confirmed settings count, and trials that the search repeated: they ran on the same machine at different times, and
     so include changes of its speed. Settings confirmed in shared processes are left out, since their spread is not that
@@ -134,5 +125,5 @@ def other_process_speeds(records: Sequence[Record], *excluded: SettingRuns) -> l
         is_timed_well = record.purpose == "search" and outcome.num_steps >= NUM_STEPS_BEFORE_CUT  # beyond its warm-up
         if is_timed_well or (record.purpose == "confirm" and not shares_processes):
             key = record.candidate, record.purpose, tuple(sorted(record.environment.items()))
-            groups.setdefault(key, []).append(outcome.samples_per_second)
+            groups.setdefault(key, []).append(ranking.throughput(excluded[0].objective, outcome))
     return list(groups.values())

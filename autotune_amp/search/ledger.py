@@ -12,6 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from autotune_amp.core.config import LossScale
+from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import THROUGHPUT_OBJECTIVES, Objective
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Measurement, Outcome, Record
 from autotune_amp.core.recommendation import Exclusion
@@ -21,8 +22,8 @@ from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.loss_scales import CalibrationResult, Pair
 from autotune_amp.search.options import DEFAULT_NUM_STEPS
-from autotune_amp.search.ranking import Merit, contenders, is_worth_a_change, least_speed, merit, rank_for
-from autotune_amp.search.space import HOPELESS_SLOWDOWN, Space, excluded_by_outcomes, with_accumulation_checked
+from autotune_amp.search.ranking import Merit, contenders, is_worth_a_change, merit, rank_for
+from autotune_amp.search.space import Space, excluded_by_outcomes, with_accumulation_checked
 
 # A rival within 10 % may overtake the winner when both are measured again in fresh processes (the confirmation):
 # processes differ by a few percent.
@@ -88,11 +89,8 @@ class Ledger:
         The next job on another device is chosen from it (`stages.pending`); it is never appended to. `num_awaited` is
         the number of running trials without a predicted record.
         """
-        expected = copy.copy(self)
-        expected.num_awaited = num_awaited
-        expected.records, expected.scales = (*self.records, *records), {**self.scales, **scales}
-        expected._actual = self
-        expected._clear_derived_values()
+        expected = self._with((*self.records, *records), {**self.scales, **scales})
+        expected.num_awaited, expected._actual = num_awaited, self
         return expected
 
     def append(self, record: Record) -> None:
@@ -106,16 +104,16 @@ class Ledger:
             )
 
     def with_only(self, records: Sequence[Record]) -> Ledger:
-        """Return a ledger with only these records and the calibration results of those among them. It saves nothing."""
-        ledger = Ledger(
-            self._whole_space,
-            objective=self.objective,
-            num_steps=self.num_steps,
-            has_fixed_samples=self._has_fixed_samples,
-        )
-        ledger.records = tuple(records)
+        """Return a copy with only these records and the calibration results of those among them. It is never appended
+        to.
+        """
         calibrated = {r.candidate.scaling for r in records if r.purpose == "calibration"}
-        ledger.scales = {key: scales for key, scales in self.scales.items() if key in calibrated}
+        return self._with(records, {key: scales for key, scales in self.scales.items() if key in calibrated})
+
+    def _with(self, records: Sequence[Record], scales: dict[Setting, CalibrationResult]) -> Ledger:
+        ledger = copy.copy(self)
+        ledger.records, ledger.scales = tuple(records), scales
+        ledger._clear_derived_values()
         return ledger
 
     def _clear_derived_values(self) -> None:
@@ -290,11 +288,11 @@ class Ledger:
 
     @cached_property
     def measured_merits(self) -> dict[Setting, Merit]:
-        """Return the merit (speed, peak memory, energy) of every setting in `measurements`, whether ruled out or not.
+        """Return the merit (speed, peak memory, energy) of every setting in `measurements`, ruled out or not.
 
         Samples of steps that the loss scaler skipped count too.
         """
-        return {c: merit(measurements) for c, measurements in self.measurements.items()}
+        return {c: merit(measurements, objective=self.objective) for c, measurements in self.measurements.items()}
 
     @cached_property
     def ruled_out(self) -> dict[Setting, str]:
@@ -303,7 +301,8 @@ class Ledger:
         The reason comes from a check, a calibration or the compilation time. For the baseline it is a warning: it may
         be kept all the same.
         """
-        return {c: reason for c in self.measurements if (reason := self._reason_against(c)) is not None}
+        reasons = {c: self._numerical_reason_against(c) or self._compile_cost_reason(c) for c in self.measurements}
+        return {c: reason for c, reason in reasons.items() if reason is not None}
 
     @cached_property
     def merits(self) -> dict[Setting, Merit]:
@@ -316,14 +315,30 @@ class Ledger:
         allowed = {
             c: measurements for c, measurements in self.measurements.items() if c == baseline or c not in self.ruled_out
         }
-        return {c: merit(measurements, self.applied_share(c)) for c, measurements in allowed.items()}
+        return {c: merit(ms, self.applied_share(c), objective=self.objective) for c, ms in allowed.items()}
 
     @cached_property
     def speeds(self) -> dict[Setting, float]:
         """Return the samples, or for the objective tokens the tokens, per second that reach the optimizer, for each
         setting that may be recommended.
         """
-        return {c: merit.speed(self.objective) for c, merit in self.merits.items()}
+        return {c: merit.speed for c, merit in self.merits.items()}
+
+    def raise_if_unmeasured(self) -> None:
+        """Raise `InvalidRequestError` if no setting that may be recommended has a measurement of what the objective
+        compares.
+        """
+        measurements = [m for c in self.merits for m in self.measurements[c]]
+        if self.objective == "energy" and all(m.joules_per_sample is None for m in measurements):
+            raise InvalidRequestError(
+                "--objective is 'energy', but no trial of this search measured the device's energy.",
+                "Search with --objective energy --fresh, which measures it or says why it cannot.",
+            )
+        if self.objective == "tokens" and all(m.tokens_per_second is None for m in measurements):
+            raise InvalidRequestError(
+                "--objective is 'tokens', but no batch of this training held token ids in a tensor called input_ids.",
+                "Use --objective speed, or let the batches be mappings with input_ids, and attention_mask for padding.",
+            )
 
     @cached_property
     def provisional_tiers(self) -> dict[Setting, int]:
@@ -344,16 +359,15 @@ class Ledger:
     @cached_property
     def shortlist(self) -> Shortlist | None:
         """Return the settings to confirm, judged before all checks have run; None if nothing may be recommended."""
-        return self.shortlist_for(self.objective, self.provisional_tiers)
+        return self._shortlist(self.provisional_tiers)
 
     @cached_property
     def final_shortlist(self) -> Shortlist | None:
         """Return the settings to confirm, judged after all checks; None if nothing may be recommended."""
-        return self.shortlist_for(self.objective, self.tiers)
+        return self._shortlist(self.tiers)
 
-    def shortlist_for(self, objective: Objective, tiers: dict[Setting, int]) -> Shortlist | None:
-        """Return the winner and a runner-up for `objective`, given the settings' `tiers`; None if nothing may be
-        recommended.
+    def _shortlist(self, tiers: dict[Setting, int]) -> Shortlist | None:
+        """Return the winner and a runner-up, given the settings' `tiers`; None if nothing may be recommended.
 
         The baseline is the winner if no setting improves enough on it. The runner-up is, for speed, the fastest other
         setting within 10 % of the fastest, else the next in rank. It is a setting that is neither faithful nor
@@ -361,8 +375,9 @@ class Ledger:
         """
         if not self.merits:
             return None
-        baseline, baseline_merit = self.space.baseline, self.measured_merits.get(self.space.baseline)
-        ranked = rank_for(objective, self.merits, least_speed=least_speed(objective, baseline_merit), tiers=tiers)
+        objective, baseline = self.objective, self.space.baseline
+        baseline_merit = self.measured_merits.get(baseline)
+        ranked = rank_for(objective, self.merits, baseline=baseline_merit, tiers=tiers)
         winner = ranked[0]
         if baseline_merit is not None:
             candidates = contenders(self.merits, tiers, baseline)
@@ -374,25 +389,9 @@ class Ledger:
         last_tier = ranking.best_tier(tiers[c] for c in others)
         sound_settings = [c for c in others if tiers[c] <= last_tier]
         fastest = max(speed for c, speed in self.speeds.items() if c == winner or c in sound_settings)
-        is_by_throughput = objective in THROUGHPUT_OBJECTIVES
-        rivals = [c for c in sound_settings if is_by_throughput and self.speeds[c] >= (1 - RIVAL_MARGIN) * fastest]
+        rivals = [c for c in sound_settings if self.is_by_throughput and self.speeds[c] >= (1 - RIVAL_MARGIN) * fastest]
         runner_up = max(rivals, key=lambda c: self.speeds[c]) if rivals else next(iter(sound_settings), None)
         return Shortlist(winner, runner_up, baseline)
-
-    def possible_winners(self, shortlist: Shortlist) -> list[Setting]:
-        """Return the winner, and the runner-up if it may overtake the winner in the confirmation.
-
-        It may if it was not measured, or if it is nearly as fast as the winner: for speed within 10 %, for memory and
-        energy at least 1 / `HOPELESS_SLOWDOWN` as fast.
-        """
-        speeds = {c: self.measured_merits[c].speed(self.objective) for c in shortlist[:2] if c in self.measured_merits}
-        share = 1 - RIVAL_MARGIN if self.is_by_throughput else 1 / HOPELESS_SLOWDOWN
-        least_speed_of_rival = share * speeds.get(shortlist.winner, 0.0)
-        return [
-            c
-            for c in shortlist[:2]
-            if c is not None and (c == shortlist.winner or speeds.get(c, math.inf) >= least_speed_of_rival)
-        ]
 
     def applied_share(self, setting: Setting) -> float:
         """Return the share of the gradient that reaches the optimizer with the best loss scale.
@@ -409,17 +408,18 @@ class Ledger:
         scales = loss_scales.scales_of(self.scales, setting)
         return LOSS_SCALE if scales is None else loss_scales.loss_scale_of(scales.best)
 
+    def is_uncalibrated(self, setting: Setting) -> bool:
+        """Whether a setting uses a loss scaler that can be calibrated here and has not been yet."""
+        takes_scaler = MODES[setting.precision].takes_scaler
+        return takes_scaler and "calibration" in self.space.checks and setting.scaling not in self.scales
+
     def awaits_calibration(self, setting: Setting) -> bool:
-        """Whether a setting that uses a loss scaler is within 10 % of the best speed and not calibrated yet."""
-        if not MODES[setting.precision].takes_scaler or setting.scaling in self.scales:
-            return False
-        if "calibration" not in self.space.checks:
-            return False
+        """Whether a setting `is_uncalibrated` and within 10 % of the best speed."""
         best, outcome = (None if self.best is None else self.best.outcome), self.actual.outcomes.get(setting)
         if not isinstance(best, Measurement) or not isinstance(outcome, Measurement):
             return False
         rate, best_rate = (ranking.throughput(self.objective, each) for each in (outcome, best))
-        return rate >= (1 - RIVAL_MARGIN) * best_rate
+        return self.is_uncalibrated(setting) and rate >= (1 - RIVAL_MARGIN) * best_rate
 
     def outcome_with_pair(self, setting: Setting, outcome: Outcome, pair: Pair | None) -> tuple[Outcome, Replay | None]:
         """Return a setting's outcome if trained with a pair (init_scale, growth_interval), and the replay of the pair.
@@ -461,10 +461,6 @@ class Ledger:
             and not (is_inexact and r.candidate.accumulation_steps > num_steps)
         ]
 
-    def _reason_against(self, setting: Setting) -> str | None:
-        """Return the reason that a setting must not be recommended, or None."""
-        return self._numerical_reason_against(setting) or self._compile_cost_reason(setting)
-
     def _numerical_reason_against(self, setting: Setting) -> str | None:
         """Return the reason if a check or a calibration rules a setting out, else None."""
         return ranking.unfaithful_reason(self.fidelity, setting) or loss_scales.refusal(self.scales, setting)
@@ -490,17 +486,16 @@ class Ledger:
     def break_even_steps(self, setting: Setting) -> float | None:
         """Return the number of optimizer steps after which compiling `setting` has saved its own time.
 
-        It is the seconds of the first step, which compiles, divided by the seconds that a step saves compared with the
-        fastest uncompiled setting that no check or calibration rules out. Infinite if it saves nothing; None if the
-        setting is not compiled, or not measured, or no uncompiled one was.
+        It is the seconds of the longest first step, which compiles, divided by the seconds that a step saves compared
+        with the fastest uncompiled setting that no check or calibration rules out. Infinite if it saves nothing; None
+        if the setting is not compiled, or not measured, or no uncompiled one was.
         """
-        compile_cost = self._compile_costs.get(setting)
-        uncompiled_seconds_per_sample = self._uncompiled_seconds_per_sample
-        if compile_cost is None or uncompiled_seconds_per_sample is None:
+        measurements = self.measurements.get(setting, ()) if setting.is_compiled else ()
+        if not measurements or self._uncompiled_seconds_per_sample is None:
             return None
-        compiling_seconds, seconds_per_sample = compile_cost
-        gain_seconds = setting.effective_batch_size * (uncompiled_seconds_per_sample - seconds_per_sample)
-        return compiling_seconds / gain_seconds if gain_seconds > 0 else math.inf
+        uncompiled_seconds = setting.effective_batch_size * self._uncompiled_seconds_per_sample
+        gain_seconds = uncompiled_seconds - min(m.step_seconds for m in measurements)
+        return max(m.first_step_seconds for m in measurements) / gain_seconds if gain_seconds > 0 else math.inf
 
     def _compile_cost_reason(self, setting: Setting) -> str | None:
         """Return the reason if the training run is too short for compiling to save time, else None."""
@@ -517,20 +512,6 @@ class Ledger:
         if not self._has_fixed_samples:
             return self.num_steps
         return self.num_steps * self.space.baseline.effective_batch_size // setting.effective_batch_size
-
-    @cached_property
-    def _compile_costs(self) -> dict[Setting, tuple[float, float]]:
-        """Return, for each compiled setting, the seconds of its longest first step and its least seconds per sample on
-        one rank.
-        """
-        return {
-            c: (
-                max(m.first_step_seconds for m in measurements),
-                min(m.step_seconds for m in measurements) / c.effective_batch_size,
-            )
-            for c, measurements in self.measurements.items()
-            if c.is_compiled
-        }
 
     @cached_property
     def _uncompiled_seconds_per_sample(self) -> float | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
+from msgspec import Meta
 
+from autotune_amp.core.documents import Count, NotNegative, Positive, Whole
 from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.precisions import PRECISIONS, Precision
@@ -25,7 +25,7 @@ RANKING = ("objective", "num_steps", "num_samples", "price_per_hour")
 
 
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Validated options of a search; `from_user` creates them from command-line or Python arguments.
+    """Options of a search; `from_user` creates them from command-line or Python arguments and validates them.
 
     `batch_size` is an inclusive range in samples, `baseline` a precision and a batch size. `memory_fraction` is the
     share of the available memory that a trial may use, `memory_limit` the bytes that each of its processes may use at
@@ -37,28 +37,28 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     neither is given.
     """
 
-    budget_seconds: float = DEFAULT_BUDGET_SECONDS
-    max_trials: int | None = None
-    device: str = "auto"
-    devices: tuple[int, ...] | Literal["all"] | None = None
-    ray: str | None = None
-    ranks: int = 1
+    budget_seconds: Positive = DEFAULT_BUDGET_SECONDS
+    max_trials: Count | None = None
+    device: Annotated[str, Meta(pattern=r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)\Z")] = "auto"
+    devices: Annotated[tuple[Whole, ...], Meta(min_length=1)] | Literal["all"] | None = None
+    ray: Annotated[str, Meta(min_length=1)] | None = None
+    ranks: Count = 1
     precisions: tuple[Precision, ...] | None = None
     variants: tuple[str, ...] | None = None
-    batch_size: tuple[int, int] | None = None
-    effective_batch_size: int | Literal["free"] | None = None
-    num_ranks: int = 1
-    baseline: tuple[Precision, int] | None = None
-    memory_fraction: float = 0.9
-    memory_limit: int | None = None
+    batch_size: tuple[Count, Count] | None = None
+    effective_batch_size: Count | Literal["free"] | None = None
+    num_ranks: Count = 1
+    baseline: tuple[Precision, Count] | None = None
+    memory_fraction: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.9
+    memory_limit: Count | None = None
     objective: Objective = "speed"
-    num_steps: int | None = None
-    num_samples: int | None = None
-    price_per_hour: float | None = None
-    study: str | None = None
+    num_steps: Annotated[int, Meta(ge=1, le=MAX_STEPS)] | None = None
+    num_samples: Count | None = None
+    price_per_hour: NotNegative | None = None
+    study: Annotated[str, Meta(pattern=r"^(?=.*[^.])[\w.-]+\Z")] | None = None
     out: str = "studies"
     storage: str | None = None
-    seed: int = 0
+    seed: Annotated[int, Meta(ge=0, lt=SEED_LIMIT)] = 0
 
     @property
     def first_device(self) -> str:
@@ -96,11 +96,12 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         """
         fields: dict[str, Any] = {"num_ranks": num_ranks}
         for name, value in arguments.items():
-            parse, wanted = _OPTIONS[name]
+            field = _FIELDS.get(name, name)
             try:
-                fields[_FIELDS.get(name, name)] = parse(value)
-            except (ValueError, TypeError) as error:
-                raise _invalid_option(name, value, wanted) from error
+                parsed = _PARSERS[name](value) if name in _PARSERS else value
+                fields[field] = msgspec.convert(parsed, _DECLARED[field].type)
+            except (ValueError, TypeError, msgspec.ValidationError) as error:
+                raise _invalid_option(name, value, _OPTIONS[name]) from error
         options = cls(**fields)
         if options.ranks > 1 and (num_ranks > 1 or options.devices is not None):
             raise _invalid_option("ranks", options.ranks, "1 under a launcher or together with --devices")
@@ -128,8 +129,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         words = []
         for name in _OPTIONS:
             field = _FIELDS.get(name, name)
-            value, default = getattr(self, field), SearchOptions.__struct_defaults__
-            if field in ("study", "out", "storage") or value == default[self.__struct_fields__.index(field)]:
+            value = getattr(self, field)
+            if field in ("study", "out", "storage") or value == _DECLARED[field].default:
                 continue
             option = f"--{name.rstrip('_').replace('_', '-')}"
             if name == "precision":
@@ -150,87 +151,38 @@ def _invalid_option(name: str, value: Any, wanted: str) -> InvalidRequestError:
 
 def is_count(value: Any) -> bool:
     """Whether `value` is an integer of at least 1, or None."""
-    return value is None or (_is_whole(value) and value >= 1)
+    return value is None or (type(value) is int and value >= 1)
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _effective(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value != "free" else value
 
 
-def _is_number(value: Any) -> bool:
-    return (isinstance(value, float) or _is_whole(value)) and math.isfinite(value)
+def _pair(value: Any) -> Any:
+    """Return the parts of "A:B", numbers as such; any other value unchanged."""
+    return [int(part) if part.isdecimal() else part for part in value.split(":")] if isinstance(value, str) else value
 
 
-def _parser_of_valid(
-    is_valid: Callable[[Any], bool], kind: Callable[[Any], Any] = lambda value: value
-) -> Callable[[Any], Any]:
-    """Return a parser that converts a valid value with `kind` and raises `ValueError` for any other."""
-
-    def parse(value: Any) -> Any:
-        if not is_valid(value):
-            raise ValueError(value)
-        return None if value is None else kind(value)
-
-    return parse
-
-
-def _matching(pattern: str) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
-
-
-def _effective(value: Any) -> int | Literal["free"] | None:
-    if value == "free":
-        return "free"
-    number = int(value) if isinstance(value, str) else value
-    if not is_count(number):
-        raise ValueError(value)
-    return number
-
-
-def _pair(value: Any) -> tuple[str, int]:
-    """Return the two parts of "A:B", or of a sequence of two."""
-    parts = value.split(":") if isinstance(value, str) else [str(part) for part in value]
-    first, second = parts
-    return first, int(second)
-
-
-def _batch_range(value: Any) -> tuple[int, int] | None:
+def _batch_range(value: Any) -> Any:
     if value is None:
         return None
-    first, high = _pair(value)
-    low = int(first)
-    if not 1 <= low <= high:
+    low, high = pair = _pair(value)
+    if low > high:
         raise ValueError(value)
-    return low, high
+    return pair
 
 
-def _devices(value: Any) -> tuple[int, ...] | Literal["all"] | None:
-    if value is None:
-        return None
-    if value == "all":
-        return "all"
-    numbers = [int(part) for part in value.split(",")] if isinstance(value, str) else list(value)
-    if not numbers or not all(_is_whole(number) and number >= 0 for number in numbers):
-        raise ValueError(value)
-    return tuple(dict.fromkeys(numbers))
+def _devices(value: Any) -> Any:
+    if value is None or value == "all":
+        return value
+    return tuple(dict.fromkeys([int(part) for part in value.split(",")] if isinstance(value, str) else value))
 
 
-def _baseline(value: Any) -> tuple[Precision, int] | None:
-    if value is None:
-        return None
-    precision, size = _pair(value)
-    if size < 1 or precision not in PRECISIONS:
-        raise ValueError(value)
-    return precision, size
-
-
-def _precisions(value: Any) -> tuple[Precision, ...] | None:
-    names = (value,) if isinstance(value, str) else value
-    if not names and names is not False:
-        return None
-    if not isinstance(names, Sequence) or not all(name in PRECISIONS for name in names):
-        raise ValueError(value)
-    return tuple(dict.fromkeys(names))
+def _precisions(value: Any) -> tuple[str, ...] | None:
+    names = [value] if isinstance(value, str) else value or ()
+    if not isinstance(names, Sequence):
+        raise TypeError(value)
+    return tuple(dict.fromkeys(names)) or None
 
 
 _VARIANTS = tuple(name for variant in VARIANTS.values() for name in (variant.name, *variant.others))
@@ -245,6 +197,7 @@ def _variants(value: Any) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(names))
 
 
+_DECLARED = {field.name: field for field in msgspec.structs.fields(SearchOptions)}
 # Fields that have another name than their option.
 _FIELDS = {
     "budget": "budget_seconds",
@@ -254,54 +207,37 @@ _FIELDS = {
     "steps": "num_steps",
     "samples": "num_samples",
 }
-# Parser of each option, which raises `ValueError` or `TypeError` for an invalid value, and a text of the valid values.
-_OPTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "budget": (_parser_of_valid(lambda value: _is_number(value) and value > 0, float), "a number of seconds above 0"),
-    "trials": (_parser_of_valid(is_count), "a whole number from 1 up"),
-    "device": (
-        _parser_of_valid(_matching(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")),
-        "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N",
-    ),
-    "devices": (_devices, "all, or numbers of GPUs such as 0,1"),
-    "ray": (
-        _parser_of_valid(lambda value: value is None or (isinstance(value, str) and value != "")),
-        "auto, or HOST:PORT",
-    ),
-    "ranks": (_parser_of_valid(lambda value: _is_whole(value) and value >= 1), "a whole number from 1 up"),
-    "precision": (_precisions, f"one of {', '.join(PRECISIONS)}, or several in a list"),
-    "try_": (_variants, f"auto, none or some of {', '.join(_VARIANTS)}"),
-    "batch_size": (_batch_range, "LOW:HIGH with 1 <= LOW <= HIGH, such as 8:256"),
-    "effective_batch_size": (_effective, 'a whole number from 1 up, or "free"'),
-    "baseline": (_baseline, "PRECISION:BATCH, such as fp32:32"),
-    "memory_fraction": (
-        _parser_of_valid(lambda value: _is_number(value) and 0 < value <= 1, float),
-        "a share above 0 and at most 1",
-    ),
-    "memory_limit": (lambda value: None if value is None else parse_size(value), SIZE_FORMATS),
-    "objective": (
-        _parser_of_valid(lambda value: value in get_args(Objective)),
-        f"one of {', '.join(get_args(Objective))}",
-    ),
-    "steps": (
-        _parser_of_valid(lambda value: is_count(value) and (value or 1) <= MAX_STEPS),
-        f"a whole number from 1 to {MAX_STEPS}",
-    ),
-    "samples": (_parser_of_valid(is_count), "a whole number from 1 up"),
-    "price_per_hour": (
-        _parser_of_valid(lambda value: value is None or (_is_number(value) and value >= 0), float),
-        "an amount of money from 0 up",
-    ),
-    "study": (
-        _parser_of_valid(lambda value: value is None or (_matching(r"[\w.-]+")(value) and value.strip(".") != "")),
-        "a folder name of letters, digits, '.', '_' and '-'",
-    ),
-    "out": (_parser_of_valid(lambda value: isinstance(value, str)), "a folder's path, as a string"),
-    "storage": (
-        _parser_of_valid(lambda value: value is None or isinstance(value, str)),
-        "an Optuna storage URL, as a string",
-    ),
-    "seed": (
-        _parser_of_valid(lambda value: _is_whole(value) and 0 <= value < SEED_LIMIT),
-        f"a whole number from 0 to {SEED_LIMIT - 1}",
-    ),
+# Valid values of each option, as text.
+_OPTIONS = {
+    "budget": "a number of seconds above 0",
+    "trials": "a whole number from 1 up",
+    "device": "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N",
+    "devices": "all, or numbers of GPUs such as 0,1",
+    "ray": "auto, or HOST:PORT",
+    "ranks": "a whole number from 1 up",
+    "precision": f"one of {', '.join(PRECISIONS)}, or several in a list",
+    "try_": f"auto, none or some of {', '.join(_VARIANTS)}",
+    "batch_size": "LOW:HIGH with 1 <= LOW <= HIGH, such as 8:256",
+    "effective_batch_size": 'a whole number from 1 up, or "free"',
+    "baseline": "PRECISION:BATCH, such as fp32:32",
+    "memory_fraction": "a share above 0 and at most 1",
+    "memory_limit": SIZE_FORMATS,
+    "objective": f"one of {', '.join(get_args(Objective))}",
+    "steps": f"a whole number from 1 to {MAX_STEPS}",
+    "samples": "a whole number from 1 up",
+    "price_per_hour": "an amount of money from 0 up",
+    "study": "a folder name of letters, digits, '.', '_' and '-'",
+    "out": "a folder's path, as a string",
+    "storage": "an Optuna storage URL, as a string",
+    "seed": f"a whole number from 0 to {SEED_LIMIT - 1}",
+}
+# Functions that convert the forms of an option other than its field's; they raise `ValueError` or `TypeError`.
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "devices": _devices,
+    "precision": _precisions,
+    "try_": _variants,
+    "batch_size": _batch_range,
+    "effective_batch_size": _effective,
+    "baseline": _pair,
+    "memory_limit": lambda value: None if value is None else parse_size(value),
 }

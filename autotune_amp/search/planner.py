@@ -163,15 +163,6 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True):
         """Return the number of CPU cores for each rank, at least one."""
         return max(1, self.hardware.identity.num_cpus // self.description.num_ranks)
 
-    @property
-    def has_cpus_for_more_workers(self) -> bool:
-        """Whether the user's data loader has fewer worker processes than each rank has CPU cores.
-
-        False without a loader whose number of workers can be changed.
-        """
-        num_workers = self.description.num_workers
-        return num_workers is not None and num_workers < self.num_cpus
-
     def trial(self, ledger: Ledger, setting: Setting, **fields: Any) -> Trial:
         """Return a trial of `setting`; `fields` are further fields of `Trial`.
 
@@ -251,11 +242,15 @@ class Planner:
                 seconds.append(record.seconds - measured.first_step_seconds - num_steps * step_seconds)
         return max(0.0, median(seconds)) if seconds else self.job_defaults.setup_seconds
 
-    def trial_seconds(self, ledger: Ledger, step_seconds: float) -> float:
-        """Return the predicted seconds of a trial whose steps take `step_seconds`."""
+    def trial_seconds(self, ledger: Ledger, setting: Setting, step_seconds: float) -> float:
+        """Return the predicted seconds of a trial of `setting`, whose steps take `step_seconds`, with compilation."""
+        compiling = 0.0
+        if setting.is_compiled:
+            compile_times = [m.first_step_seconds for m in ledger.measurements.get(setting, ())]
+            compiling = max(compile_times, default=self.compile_seconds(ledger))
         num_unmeasured, num_measured = NUM_STEPS_FORESEEN
         measuring = min(num_measured * step_seconds, measurement_limit_seconds(self.budget.seconds) + step_seconds)
-        return self.setup_seconds(ledger) + num_unmeasured * step_seconds + measuring
+        return compiling + (self.setup_seconds(ledger) + num_unmeasured * step_seconds + measuring)
 
     def waiting_seconds(self, ledger: Ledger) -> float:
         """Return the seconds to start a process for a trial if a failure ended the one kept for trials; else 0."""
@@ -314,9 +309,7 @@ class Planner:
     def confirmation_seconds(self, ledger: Ledger) -> float:
         """Return the seconds of the confirmation rounds of winner and baseline that fit in the budget."""
         shortlist = ledger.actual.shortlist
-        if (
-            shortlist is not None and shortlist.winner == shortlist.baseline
-        ):  # more rounds of the baseline alone decide nothing
+        if shortlist is not None and shortlist.winner == shortlist.baseline:  # more rounds of it alone decide nothing
             return min(self._rounds_seconds(ledger, 1), self.budget.left())
         return self._rounds_seconds(ledger, self.num_rounds(ledger))
 
@@ -381,37 +374,31 @@ class Planner:
             num_starts = min(1, num_starts)
         return self.runs_seconds(ledger.actual, runs, math.ceil(num_starts / job_defaults.num_together))
 
-    def forecast(self, ledger: Ledger, *, may_fork: bool) -> str:
+    def forecast(self, ledger: Ledger) -> str:
         """Return sentences that predict the time of a process start, of comparing precisions, and of confirming, and
         the number of starts of a command.
-
-        `may_fork`: trials run in forked processes, each of which builds its own model.
         """
         job_defaults, space = self.job_defaults, ledger.space
-        start = job_defaults.start_seconds
-        precisions = {c.precision for c in (*space.candidates, space.baseline)}
-        num_together = job_defaults.num_together
-        num_starts = math.ceil(len(precisions) / num_together)
-        starting = num_starts * start if job_defaults.are_trials_fresh else 0.0
-        building = len(precisions) * job_defaults.setup_seconds if may_fork and not starting else 0.0
-        comparing = starting + building + len(precisions) * FORESEEN_SECONDS
+        start, num_together = job_defaults.start_seconds, job_defaults.num_together
+        num_precisions = len({c.precision for c in (*space.candidates, space.baseline)})
+        starting = start / num_together if job_defaults.are_trials_fresh else job_defaults.description.build_seconds
+        comparing = num_precisions * (starting + FORESEEN_SECONDS)
         num_starts = 1 if job_defaults.loads_together else MIN_ROUNDS * (1 if job_defaults.shares_processes else 2)
         confirming = math.ceil(num_starts / num_together) * start + MIN_ROUNDS * 2 * (CONFIRM_SECONDS + 1)
         forecast = (
-            f"A process takes {duration(start)} to start here. Comparing {count(len(precisions), 'precision')} at "
+            f"A process takes {duration(start)} to start here. Comparing {count(num_precisions, 'precision')} at "
             f"batch {space.baseline.batch_size}: about {duration(comparing)}; then batch sizes and other settings, as "
             f"far as they are worth it; confirming the best: about {duration(confirming)}."
         )
         if not job_defaults.are_trials_fresh:
             return forecast
-        num_values = sum(map(len, space.variants.values()))
         num_checking = 2 * _has_checks(space)  # in each precision
-        num_starts = len(precisions) + num_values + num_checking + 2 * (MIN_ROUNDS - 1)  # a trial counts as a round
-        seconds = num_starts * (start / num_together + FORESEEN_SECONDS)
+        # A trial counts as a round of the confirmation.
+        num_starts = num_precisions + sum(map(len, space.variants.values())) + num_checking + 2 * (MIN_ROUNDS - 1)
         at_a_time = "" if num_together == 1 else f", of which up to {num_together} load at the same time"
         return (
-            f"{forecast} That is {count(num_starts, 'start')} of the command{at_a_time}, about {duration(seconds)}, "
-            "and one for each other batch size."
+            f"{forecast} That is {count(num_starts, 'start')} of the command{at_a_time}, about "
+            f"{duration(num_starts * (starting + FORESEEN_SECONDS))}, and one for each other batch size."
         )
 
     # -- shares of the time --------------------------------------------------------------------------------------------
@@ -501,14 +488,11 @@ class Planner:
         The deadline is `CHECK_PATIENCE` times the predicted seconds plus `CHECK_PATIENCE_SECONDS`, but no more than the
         time before the confirmation or half of the remaining budget, whichever is longer.
         """
-        max_seconds = max(self.seconds_before_confirmation(ledger), self.budget.left() / 2) - self.waiting_seconds(
-            ledger
-        )
+        left_seconds = max(self.seconds_before_confirmation(ledger), self.budget.left() / 2)
         patient_seconds = CHECK_PATIENCE * self.check_seconds(ledger) + CHECK_PATIENCE_SECONDS
-        seconds = max(MIN_TRIAL_SECONDS, min(max_seconds, patient_seconds))
-        return replace(
-            self.job_defaults.check(what, setting, seconds), aim_seconds=min(CHECK_SECONDS, IN_TIME * seconds)
-        )
+        seconds = max(MIN_TRIAL_SECONDS, min(left_seconds - self.waiting_seconds(ledger), patient_seconds))
+        check = self.job_defaults.check(what, setting, seconds)
+        return replace(check, aim_seconds=min(CHECK_SECONDS, IN_TIME * seconds))
 
     def accumulation_check(self, ledger: Ledger) -> Check:
         """Return the check of whether accumulated gradients equal those of the whole batch."""
@@ -534,9 +518,7 @@ def ending_seconds(record: Record) -> float | None:
 
 def _start_seconds(record: Record) -> float:
     """Return the seconds from a record's process start to its first step; 0 for a process kept from an earlier job."""
-    outcome = record.outcome
-    is_kept = record.start_seconds == 0.0
-    build_seconds = (
-        outcome.build_seconds + outcome.context_seconds if isinstance(outcome, Measurement) and not is_kept else 0.0
-    )
-    return (record.start_seconds or 0.0) + build_seconds
+    outcome, seconds = record.outcome, record.start_seconds or 0.0
+    if record.start_seconds == 0.0 or not isinstance(outcome, Measurement):
+        return seconds
+    return seconds + outcome.build_seconds + outcome.context_seconds

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from autotune_amp.core.errors import InvalidRequestError
 from autotune_amp.core.evidence import Objective
 from autotune_amp.core.hardware import MachineLoad
 from autotune_amp.core.outcome import (
@@ -38,10 +37,10 @@ from autotune_amp.dimensions import NUMERIC, numerics_of, risks
 from autotune_amp.search.space import SAME_MEMORY_SHARE, Space
 from autotune_amp.trial.failures import suggested_fix
 
-# Three shares of a speed, each as large as the differences between processes (studies/README.md, Timing).
+# Two shares of a speed, each as large as the differences between processes (studies/README.md, Timing).
 PLATEAU = 0.03  # settings that are slower than the fastest by no more are as good: risks decide
-MIN_GAIN = 0.03  # gain from which on a setting, a variant, more workers or a larger batch is worth a change
 SPEED_ERROR = 0.03  # by which the lead of one setting over another may be wrong
+MIN_GAIN = 0.03  # gain from which on a setting, a variant, more workers or a larger batch is worth a change
 MAX_DATA_SHARE = 0.10  # above this share of a step spent waiting for data, loading limits the speed (studies/README.md)
 MIN_COMPUTING_SHARE = 0.02  # lower bound of the share of a step spent computing, which speeds are divided by
 
@@ -95,6 +94,7 @@ class SettingRuns(msgspec.Struct, frozen=True, kw_only=True):
     `rounds` are the confirmation rounds, one for each measurement; empty for a trial of the search. `loads` are the
     loads of the machine by other processes, where measured. `failure` is the reason that there is no measurement; None
     if there is one or the candidate never ran. `is_beside_others`: other jobs of the search ran at the same time.
+    `objective` says what the speeds are of (see `throughput`).
     """
 
     candidate: Setting
@@ -103,6 +103,7 @@ class SettingRuns(msgspec.Struct, frozen=True, kw_only=True):
     loads: tuple[MachineLoad, ...] = ()
     failure: Failure | None = None
     is_beside_others: bool = False
+    objective: Objective = "speed"
 
     @classmethod
     def of(cls, candidate: Setting, records: Sequence[Record], *, are_confirming: bool = False) -> SettingRuns:
@@ -119,17 +120,13 @@ class SettingRuns(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def speeds(self) -> list[float]:
-        """Return the samples per second of each process."""
-        return [m.samples_per_second for m in self.measurements]
+        """Return the throughput of each process."""
+        return [throughput(self.objective, m) for m in self.measurements]
 
     @property
     def speed(self) -> float:
-        """Return the median of the processes' samples per second."""
+        """Return the median of the processes' throughput."""
         return median(self.speeds)
-
-    def in_tokens(self) -> SettingRuns:
-        """Return the runs with tokens in place of samples per second; samples where no tokens were counted."""
-        return replace(self, measurements=tuple(map(in_tokens, self.measurements)))
 
     @property
     def num_confirming(self) -> int:
@@ -370,79 +367,40 @@ def _fidelity_without_check(candidate: Setting, verdict: Verdict, reason: str, n
 
 
 class Merit(NamedTuple):
-    """Values that a candidate is ranked by. `joules_per_sample` is None if the device's energy was not measured."""
+    """Values that a candidate is ranked by. `speed` is the throughput that the objective compares (see `throughput`).
+    `joules_per_sample` is None if the device's energy was not measured.
+    """
 
-    samples_per_second: float
+    speed: float
     peak_memory_bytes: int
     joules_per_sample: float | None
-    tokens_per_second: float | None = None
-
-    def speed(self, objective: Objective) -> float:
-        """Return the throughput that the objective compares: tokens per second for tokens, if they were counted, else
-        samples per second.
-        """
-        if objective == "tokens" and self.tokens_per_second is not None:
-            return self.tokens_per_second
-        return self.samples_per_second
-
-
-def in_tokens(measurement: Measurement) -> Measurement:
-    """Return a measurement with its tokens in place of its samples per second, if it counted tokens."""
-    tokens = measurement.tokens_per_second
-    return measurement if tokens is None else replace(measurement, samples_per_second=tokens)
 
 
 def throughput(objective: Objective, measurement: Measurement) -> float:
     """Return the tokens per second for the objective tokens, if they were counted, else the samples per second."""
-    return (in_tokens(measurement) if objective == "tokens" else measurement).samples_per_second
+    tokens = measurement.tokens_per_second
+    return measurement.samples_per_second if tokens is None or objective != "tokens" else tokens
 
 
-def records_for(objective: Objective, records: Sequence[Record]) -> Sequence[Record]:
-    """Return records whose samples per second are the throughput that the objective compares (see `in_tokens`)."""
-    if objective != "tokens":
-        return records
-    return [replace(r, outcome=in_tokens(r.outcome)) if isinstance(r.outcome, Measurement) else r for r in records]
-
-
-def raise_if_unmeasured(objective: Objective, merits: Iterable[Merit]) -> None:
-    """Raise `InvalidRequestError` if no trial measured what the objective compares."""
-    merits = list(merits)
-    if objective == "energy" and all(merit.joules_per_sample is None for merit in merits):
-        raise InvalidRequestError(
-            "--objective is 'energy', but no trial of this search measured the device's energy.",
-            "Search with --objective energy --fresh, which measures it or says why it cannot.",
-        )
-    if objective == "tokens" and all(merit.tokens_per_second is None for merit in merits):
-        raise InvalidRequestError(
-            "--objective is 'tokens', but no batch of this training held token ids in a tensor called input_ids.",
-            "Use --objective speed, or let the batches be mappings with input_ids, and attention_mask for padding.",
-        )
-
-
-def merit(measurements: Sequence[Measurement], applied_share: float = 1.0) -> Merit:
+def merit(measurements: Sequence[Measurement], applied_share: float = 1.0, *, objective: Objective = "speed") -> Merit:
     """Return the merit of one candidate from its processes. Only samples that reach the optimizer count."""
     joules = joules_per_sample(measurements)
-    tokens = [m.tokens_per_second for m in measurements if m.tokens_per_second is not None]
     return Merit(
-        samples_per_second=median(m.samples_per_second for m in measurements) * applied_share,
+        speed=median(throughput(objective, m) for m in measurements) * applied_share,
         peak_memory_bytes=max(m.peak_memory_bytes for m in measurements),
         joules_per_sample=joules / applied_share if joules is not None and applied_share > 0 else None,
-        tokens_per_second=median(tokens) * applied_share if tokens else None,
     )
-
-
-def token_ratio(measurement: Measurement, other: Measurement) -> float:
-    """Return the tokens of a sample in one measurement over those in another, 1 if one of them counted none."""
-    tokens, other_tokens = measurement.tokens_per_second, other.tokens_per_second
-    if tokens is None or other_tokens is None:
-        return 1.0
-    return (tokens / measurement.samples_per_second) / (other_tokens / other.samples_per_second)
 
 
 def joules_per_sample(measurements: Iterable[Measurement]) -> float | None:
     """Return the median joules per sample of the processes that read an energy counter, or None if none did."""
-    values = [m.joules_per_sample for m in measurements if m.joules_per_sample is not None]
-    return median(values) if values else None
+    return known_median(m.joules_per_sample for m in measurements)
+
+
+def known_median(values: Iterable[float | None]) -> float | None:
+    """Return the median of the values that are not None, or None without any."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def rank(measured: Mapping[Setting, float], tiers: Mapping[Setting, int] | None = None) -> list[Setting]:
@@ -458,19 +416,20 @@ def rank_for(
     objective: Objective,
     merits: Mapping[Setting, Merit],
     *,
-    least_speed: float = 0.0,
+    baseline: Merit | None = None,
     tiers: Mapping[Setting, int] | None = None,
 ) -> list[Setting]:
     """Return the candidates ranked by any objective, as `rank` does by speed.
 
-    Within `PLATEAU` of the best, the one with the fewest risks wins. For memory, candidates below `least_speed` samples
-    per second come after the others of their tier; for energy, those without joules do. Both are then ranked by speed.
+    Within `PLATEAU` of the best, the one with the fewest risks wins. For memory, candidates below the `least_speed` for
+    this baseline come after the others of their tier; for energy, those without joules do. Both are then ranked by
+    speed.
     """
 
     def winner(candidates: Sequence[Setting]) -> Setting:
-        speeds = {c: merits[c].speed(objective) for c in candidates}
+        speeds = {c: merits[c].speed for c in candidates}
         if objective == "memory":
-            peaks = {c: merits[c].peak_memory_bytes for c in candidates if speeds[c] >= least_speed}
+            peaks = {c: merits[c].peak_memory_bytes for c in candidates if speeds[c] >= least}
             speeds = {
                 c: speeds[c] for c, peak in peaks.items() if SAME_MEMORY_SHARE * peak <= min(peaks.values())
             } or speeds
@@ -481,7 +440,7 @@ def rank_for(
             equals = [c for c, speed in speeds.items() if speed >= (1 - PLATEAU) * max(speeds.values())]
         return min(equals, key=lambda c: (tier_of.get(c, 0), risks(c)))
 
-    tier_of = tiers or {}
+    tier_of, least = tiers or {}, least_speed(objective, baseline)
     groups: dict[tuple[int, bool], list[Setting]] = {}
     for candidate in merits:
         groups.setdefault((max(UNDECIDED_TIER, tier_of.get(candidate, 0)), candidate.as_found), []).append(candidate)
@@ -495,24 +454,25 @@ def rank_for(
 
 def least_speed(objective: Objective, baseline: Merit | None) -> float:
     """Return the least samples per second for a recommendation: for memory 97 % of the baseline's, otherwise 0."""
-    return (1 - MIN_GAIN) * baseline.samples_per_second if objective == "memory" and baseline is not None else 0.0
+    return (1 - MIN_GAIN) * baseline.speed if objective == "memory" and baseline is not None else 0.0
 
 
-def is_worth_a_change(objective: Objective, candidate: Merit, baseline: Merit) -> bool:
-    """Whether a setting improves on the baseline by at least 3 % in the objective.
+def is_worth_a_change(objective: Objective, candidate: Merit, baseline: Merit | None) -> bool:
+    """Whether a setting improves on the baseline by at least 3 % in the objective, or the baseline was not measured.
 
     For memory, a setting with the baseline's peak counts if it is 3 % faster, and one slower than the baseline never.
     """
+    if baseline is None:
+        return True
     if objective == "memory":
-        if candidate.samples_per_second < least_speed(objective, baseline):
+        if candidate.speed < least_speed(objective, baseline):
             return False
-        is_faster = candidate.samples_per_second >= (1 + MIN_GAIN) * baseline.samples_per_second
+        is_faster = candidate.speed >= (1 + MIN_GAIN) * baseline.speed
         is_no_larger = SAME_MEMORY_SHARE * candidate.peak_memory_bytes <= baseline.peak_memory_bytes
-        return candidate.peak_memory_bytes <= (1 - MIN_GAIN) * baseline.peak_memory_bytes or (
-            is_faster and is_no_larger
-        )
+        is_smaller = candidate.peak_memory_bytes <= (1 - MIN_GAIN) * baseline.peak_memory_bytes
+        return is_smaller or (is_faster and is_no_larger)
     if objective == "energy":
         if candidate.joules_per_sample is None or baseline.joules_per_sample is None:
             return candidate.joules_per_sample is not None
         return candidate.joules_per_sample <= (1 - MIN_GAIN) * baseline.joules_per_sample
-    return candidate.speed(objective) >= (1 + MIN_GAIN) * baseline.speed(objective)
+    return candidate.speed >= (1 + MIN_GAIN) * baseline.speed

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
@@ -17,22 +17,9 @@ from autotune_amp.processes.process import Watcher
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Budget, Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.stages.foreseen import foreseen_trials
-from autotune_amp.search.stages.pending import ledger_with_predicted
+from autotune_amp.search.stages import SearchJob, Stage
+from autotune_amp.search.stages.pending import foreseen_trials, ledger_with_predicted
 from autotune_amp.trial.jobs import Check, Trial
-from autotune_amp.trial.step_profile.breakdown import ProfileJob
-
-
-class Stage(Protocol):
-    """Interface of one phase of a search. It is pure, apart from its own counters; time limits come from the planner.
-
-    An `is_exclusive` stage depends on the last result: its `next` is called only while no job runs.
-    """
-
-    is_exclusive: ClassVar[bool]
-
-    def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | ProfileJob | None:
-        """Return the next job, or None if the stage is finished or has to wait for a running job."""
 
 
 class JobBackend(Protocol):
@@ -49,21 +36,33 @@ class JobBackend(Protocol):
         """Wait until one of the jobs ends and return its handle."""
 
 
+@dataclass(eq=False)
 class ProgressWatcher(Watcher):
     """Watcher that forwards events of a backend to the progress display and the load meter.
 
-    With several slots, each has a watcher of its own, whose `slot` is the slot's name.
+    With several slots, each has a watcher of its own, whose `slot` is the slot's name and which tells its steps to the
+    one of the `whole` search.
     """
 
-    def __init__(
-        self, progress: Progress, budget: Budget, meter: LoadMeter | None = None, slot: str | None = None
-    ) -> None:
-        self.progress = progress
-        self.meter = meter
-        self.slot = slot
-        self.last_step_seconds: float | None = None
-        self.budget = budget
-        self._phase = ""
+    progress: Progress
+    budget: Budget
+    meter: LoadMeter | None = None
+    slot: str | None = None
+    whole: ProgressWatcher | None = None
+    last_step_seconds: float | None = None  # of any slot
+    _phase: str = ""
+    _of_slots: dict[str, ProgressWatcher] = field(default_factory=dict)
+
+    def for_slot(self, slot: Slot) -> ProgressWatcher:
+        """Return the watcher of one of several slots, created at the first call, else this one. Load by others is
+        measured only on this host.
+        """
+        if slot.name is None:
+            return self
+        if slot.name not in self._of_slots:
+            meter = LoadMeter(slot.uuid) if slot.is_here else None
+            self._of_slots[slot.name] = ProgressWatcher(self.progress, self.budget, meter, slot.name, self)
+        return self._of_slots[slot.name]
 
     def phase(self, text: str) -> None:
         """Show a new phase, unless it is already shown."""
@@ -75,7 +74,7 @@ class ProgressWatcher(Watcher):
         self.progress.tick(self.budget.elapsed())
 
     def step(self, num_steps: int, step_seconds: float) -> None:  # noqa: D102 - see Watcher
-        self.last_step_seconds = step_seconds
+        (self.whole or self).last_step_seconds = step_seconds
         if self.meter is not None:
             if num_steps:
                 self.meter.step()
@@ -94,32 +93,11 @@ class ProgressWatcher(Watcher):
             self.meter.hold()
 
 
-class Watchers:
-    """Watchers of a search: one for the whole, and one for each of several slots by name."""
-
-    def __init__(self, whole: ProgressWatcher) -> None:
-        self._watchers: dict[str | None, ProgressWatcher] = {None: whole}
-
-    def for_slot(self, slot: Slot) -> ProgressWatcher:
-        """Return the watcher of a slot, created at the first call. Load by others is measured only on this host."""
-        if slot.name not in self._watchers:
-            whole = self._watchers[None]
-            meter = LoadMeter(slot.uuid) if slot.is_here else None
-            self._watchers[slot.name] = ProgressWatcher(whole.progress, whole.budget, meter, slot.name)
-        return self._watchers[slot.name]
-
-    @property
-    def last_step_seconds(self) -> float | None:
-        """Return the seconds of the last step on any slot that finished one, or None."""
-        times = (watcher.last_step_seconds for watcher in self._watchers.values())
-        return next((seconds for seconds in times if seconds is not None), None)
-
-
 @dataclass(eq=False)
 class _RunningJob:
     """Running job and the fields of its record other than the outcome."""
 
-    job: Trial | Check | ProfileJob
+    job: SearchJob
     slot: Slot
     number: int
     handle: Handle[Any]
@@ -134,17 +112,17 @@ class Runner:
     `lost` holds jobs whose slot was lost, to be run once more. A job lost a second time has failed.
     """
 
-    def __init__(self, backend: JobBackend, ledger: Ledger, planner: Planner, watchers: Watchers) -> None:
+    def __init__(self, backend: JobBackend, ledger: Ledger, planner: Planner, watcher: ProgressWatcher) -> None:
         self.ledger = ledger
         self.planner = planner
         self._backend = backend
-        self._watchers = watchers
+        self._watcher = watcher
         self._running: list[_RunningJob] = []
-        self.lost: list[Trial | Check | ProfileJob] = []
-        self._lost_once: list[Trial | Check | ProfileJob] = []
+        self.lost: list[SearchJob] = []
+        self._lost_once: list[SearchJob] = []
 
     @property
-    def pending(self) -> list[Trial | Check | ProfileJob]:
+    def pending(self) -> list[SearchJob]:
         """Return the running jobs."""
         return [running.job for running in self._running]
 
@@ -159,9 +137,9 @@ class Runner:
         busy_slots = [running.slot.name for running in self._running]
         return [slot for slot in self.slots if slot.name not in busy_slots]
 
-    def start(self, job: Trial | Check | ProfileJob, slot: Slot, foreseen: Sequence[Trial] = ()) -> None:
+    def start(self, job: SearchJob, slot: Slot, foreseen: Sequence[Trial] = ()) -> None:
         """Start a job on a free slot. The processes of the `foreseen` trials that follow it load at the same time."""
-        watcher = self._watchers.for_slot(slot)
+        watcher = self._watcher.for_slot(slot)
         meter = watcher.meter if isinstance(job, Trial) else None
         if watcher.slot is None:  # phases overlap on several slots
             watcher.phase(_phase(job))
@@ -185,7 +163,7 @@ class Runner:
         """Wait for a job to end, append its record and return it; None if its slot was lost and it runs again."""
         handle = self._backend.wait([running.handle for running in self._running])
         finished = next(running for running in self._running if running.handle is handle)
-        job, watcher = finished.job, self._watchers.for_slot(finished.slot)
+        job, watcher = finished.job, self._watcher.for_slot(finished.slot)
         self._running.remove(finished)
         try:
             outcome = handle.result()
@@ -231,7 +209,7 @@ class Runner:
         if self.planner.job_defaults.num_together > 1 and isinstance(self._backend, LoadingBackend):
             self._backend.load_together([], math.inf)
 
-    def _loaded(self, job: Trial | Check | ProfileJob, foreseen: Sequence[Trial]) -> Trial | Check | ProfileJob:
+    def _loaded(self, job: SearchJob, foreseen: Sequence[Trial]) -> SearchJob:
         """Load the processes of a trial and of those that follow it; return it with the deadline left after that."""
         if not isinstance(job, Trial) or not isinstance(self._backend, LoadingBackend):
             return job
@@ -254,13 +232,11 @@ def run_stages(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
     try:
         while stages_left or runner.pending:
             runner.update_planner()
-            while (
-                runner.free_slots
-                and (job := runner.lost.pop(0) if runner.lost else _next_job(stages_left, runner)) is not None
-            ):
-                runner.start(
-                    job, runner.free_slots[0], foreseen_trials(stages_left, runner.ledger, runner.planner, job)
-                )
+            while free_slots := runner.free_slots:
+                job = runner.lost.pop(0) if runner.lost else _next_job(stages_left, runner)
+                if job is None:
+                    break
+                runner.start(job, free_slots[0], foreseen_trials(stages_left, runner.ledger, runner.planner, job))
             if runner.pending:
                 record = runner.finish()
                 if record is not None:
@@ -271,7 +247,7 @@ def run_stages(stages: Sequence[Stage], runner: Runner) -> Iterator[Record]:
         runner.end_loaded()
 
 
-def _next_job(stages: Sequence[Stage], runner: Runner) -> Trial | Check | ProfileJob | None:
+def _next_job(stages: Sequence[Stage], runner: Runner) -> SearchJob | None:
     """Return the job of the first stage or, while jobs run, of the first that has one; None if there is none."""
     pending = runner.pending
     expected = ledger_with_predicted(runner.ledger, pending)
@@ -284,7 +260,7 @@ def _next_job(stages: Sequence[Stage], runner: Runner) -> Trial | Check | Profil
     return None
 
 
-def _purpose(job: Trial | Check | ProfileJob) -> Purpose:
+def _purpose(job: SearchJob) -> Purpose:
     return job.purpose if isinstance(job, Trial) else job.what
 
 
@@ -300,7 +276,7 @@ _PHASES = {
 }
 
 
-def _phase(job: Trial | Check | ProfileJob) -> str:
+def _phase(job: SearchJob) -> str:
     """Return the text of the phase that the progress display shows during a job."""
     setting, purpose = job.candidate, _purpose(job)
     if isinstance(job, Check) and purpose == "fidelity":

@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -31,16 +30,16 @@ from autotune_amp.processes.devices import Devices, find_gpus
 from autotune_amp.processes.local import Backend, LoadingBackend, SlotLostError, WorkloadBackend
 from autotune_amp.processes.on_ray.cluster import Cluster
 from autotune_amp.processes.on_ray.slots import RayDevices
-from autotune_amp.search import ranking
 from autotune_amp.search.answer import explain
 from autotune_amp.search.answer.decide import recommend
 from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.options import DEFAULT_BUDGET_SECONDS, SearchOptions
 from autotune_amp.search.planner import MIN_ROUNDS, Budget, JobDefaults, Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run_stages
+from autotune_amp.search.run import ProgressWatcher, Runner, run_stages
 from autotune_amp.search.source import OpenedWorkload, Source, held_bytes, open_workload
 from autotune_amp.search.space import ASSUMED_BATCH_SIZE, Space, build_space
+from autotune_amp.search.stages import Stage
 from autotune_amp.search.stages.checks import Checks, LossScales, TrainedWeightsChecks
 from autotune_amp.search.stages.confirm import ConfirmationRounds, LargerBatchTrials, OneRankTrial
 from autotune_amp.search.stages.explore import exploration_stages, share_building, untried_seed
@@ -124,7 +123,7 @@ def run_search(
 
 
 class _Search:
-    """Search with its budget, folder, devices and watchers. Its steps are in `run`, `_search` and `_confirm`."""
+    """Search with its budget, folder, devices and watcher. Its steps are in `run`, `_search` and `_confirm`."""
 
     def __init__(self, source: Source, options: SearchOptions, progress: Progress, folder: StudyFolder) -> None:
         self.budget = Budget(options.budget_seconds)
@@ -132,13 +131,12 @@ class _Search:
         self._meter = LoadMeter(identify(options.first_device).uuid)
         self._load_notes = host.load_notes()  # measured before the search adds load of its own
         self.watcher = ProgressWatcher(progress, self.budget, self._meter)
-        self._watchers = Watchers(self.watcher)
         self._source = source
         self._options = options
         self._progress = progress
         self._warnings: list[str] = []  # lines that the user should act on
         self._notes: list[str] = []
-        self.devices = _devices(source, options, self._watchers, self._note)
+        self.devices = _devices(source, options, self.watcher, self._note)
         self._is_budget_spent = False
 
     def backend(self) -> WorkloadBackend:
@@ -162,7 +160,6 @@ class _Search:
         same code. Unless `is_saved_if_interrupted`, the folder keeps the recommendation of an earlier search when this
         one is interrupted.
         """
-        other_files = self._source.edited_files(fingerprint)  # of the same names, if the script sets its import path
         opened, load_before = self._open(backend)
         ledger = self._ledger(build_space(opened.hardware, opened.description, self._options), search_id)
         similar_best = self._shared_setting(fingerprint) if uses_shared_setting and not ledger.records else None
@@ -171,7 +168,7 @@ class _Search:
         if ledger.final_shortlist is None:
             raise self._error_without_choice(ledger, interruption)
         fingerprint = self._source.with_opened(fingerprint)
-        edited = [name for name in self._source.edited_files(fingerprint) if name not in other_files]
+        edited = self._source.edited_files(fingerprint)
         if edited:
             self._warnings.append(
                 f"{', '.join(edited[:3])} changed during the search, so that trials may have run both versions: search "
@@ -224,32 +221,29 @@ class _Search:
 
     def _search(self, backend: Backend, ledger: Ledger, planner: Planner) -> None:
         """Run the stages before the confirmation."""
-        runner = Runner(backend, ledger, planner, self._watchers)
+        runner = Runner(backend, ledger, planner, self.watcher)
         storage, owner = self._options.storage or self.folder.path / "study.db", str(self.folder.path.resolve())
         if self._options.storage is not None:  # others may use the storage from a folder of the same name
             owner = f"{platform.node()}:{owner}"
-        study_of = partial(Study.open, storage, self.folder.path.name, ledger, owner=owner, seed=self._options.seed)
-        with study_of(note=self._progress.note) as study:
+        name, seed = self.folder.path.name, self._options.seed
+        with Study.open(storage, name, ledger, owner=owner, seed=seed, note=self._progress.note) as study:
             self.watcher.phase("searching")
             if untried_seed(ledger, planner.job_defaults) is not None:
                 for line in self._source.plan_lines(ledger.space, planner.job_defaults.description):
                     self._progress.note(line)
-                self._progress.note(planner.forecast(ledger, may_fork="share_build" in backend.abilities))
+                self._progress.note(planner.forecast(ledger))
             share_building(backend, planner, ledger, self._progress)
             for _ in run_stages(search_stages(study), runner):
                 study.catch_up(ledger)
                 if ledger.merits:
-                    ranking.raise_if_unmeasured(self._options.objective, ledger.merits.values())
+                    ledger.raise_if_unmeasured()
                 if not runner.pending:
                     share_building(backend, planner, ledger, self._progress)
-            max_trials, is_open = (
-                planner.job_defaults.max_trials,
-                untried_seed(ledger, planner.job_defaults) is not None,
-            )
             is_out_of_time = not planner.has_time_for_trial(ledger, planner.exploration_seconds(ledger))
-            self._is_budget_spent = is_out_of_time and (
-                is_open or max_trials is None or len(ledger.trials) < max_trials
-            )
+            is_open = untried_seed(ledger, planner.job_defaults) is not None
+            max_trials = planner.job_defaults.max_trials
+            has_trials_left = max_trials is None or len(ledger.trials) < max_trials
+            self._is_budget_spent = is_out_of_time and (is_open or has_trials_left)
             study.catch_up(ledger, is_over=True)
             if not study.is_reachable:
                 self._notes.append("The study's storage cannot be reached and lacks the latest trials.")
@@ -269,7 +263,7 @@ class _Search:
         self.budget.num_slots = 1  # one run at a time
         with closing(processes) as backend:
             stages = confirmation_stages(shortlist, planner.confirming_environment(ledger), self._options)
-            for _ in run_stages(stages, Runner(backend, ledger, planner, self._watchers)):
+            for _ in run_stages(stages, Runner(backend, ledger, planner, self.watcher)):
                 pass
 
     def _load_warnings(self, load: MachineLoad) -> Sequence[str]:
@@ -421,7 +415,7 @@ class _Search:
             return SearchInterruptedError(
                 f"{interruption} before anything was measured.", "Run the same search again.", excluded, None
             )
-        step_seconds = self._watchers.last_step_seconds
+        step_seconds = self.watcher.last_step_seconds
         return explain.nothing_works_error(ledger, excluded, step_seconds is not None) or self.budget.too_small_error(
             step_seconds
         )
@@ -455,7 +449,7 @@ def confirmation_stages(shortlist: Shortlist, environment: dict[str, str], optio
 
 
 def _devices(
-    source: Source, options: SearchOptions, watchers: Watchers, warn: Callable[[str], None]
+    source: Source, options: SearchOptions, watcher: ProgressWatcher, warn: Callable[[str], None]
 ) -> Devices | RayDevices:
     """Return the devices for a search with these options. `warn` is called for each node that cannot be used."""
     if options.ray is not None:
@@ -466,6 +460,6 @@ def _devices(
             sends_directory=not (payload.target or "").startswith("autotune_amp."),
             excludes=[] if (out := os.path.relpath(options.out)).startswith(os.pardir) else [f"/{out}/"],
         )
-        return RayDevices(cluster, options.device, options.ranks, payload, watchers.for_slot, warn)
+        return RayDevices(cluster, options.device, options.ranks, payload, watcher.for_slot, warn)
     gpus = None if options.devices is None else find_gpus(options.devices)
-    return Devices(options.first_device, source.backend, watchers.for_slot, gpus, options.ranks)
+    return Devices(options.first_device, source.backend, watcher.for_slot, gpus, options.ranks)

@@ -111,18 +111,11 @@ class Source:
         return fingerprint
 
     def edited_files(self, fingerprint: Fingerprint) -> list[str]:
-        """Return the files of code and settings, by their names in the fingerprint, that were edited since."""
-        folders = [] if self.is_elsewhere else [Path(), Path(self.target or "").parent, *map(Path, _import_path())]
+        """Return the paths of the files of code and settings that were edited since."""
         edited = []
-        for part, digest in fingerprint.parts.items():
-            kind, _, name = part.partition("file ")
-            files = [folder / name for folder in folders] if kind in ("", "source ") else []
-            digests = []
-            for file in files:
-                with suppress(OSError):  # a folder of somebody else, or a file that is being replaced
-                    digests += [file_digest(file)] if file.is_file() else []
-            if digests and not any(each in digest for each in digests):  # two files of one name have one part
-                edited.append(name)
+        for path, digest in () if self.is_elsewhere else fingerprint.files.items():
+            with suppress(OSError):  # it was removed, or is being replaced
+                edited += [relative_path(path)] if file_digest(path) != digest else []
         return edited
 
     def notes(self) -> tuple[str, ...]:
@@ -220,6 +213,12 @@ def live_source(workload: Any) -> Source:
 
     check_source(workload, "workload")
     return _Live(workload)
+
+
+def relative_path(path: str) -> str:
+    """Return the path as seen from the working directory if it is inside, else `path` itself."""
+    inside = os.path.relpath(path)
+    return path if inside.startswith(os.pardir) else inside
 
 
 def _import_path() -> tuple[str, ...]:

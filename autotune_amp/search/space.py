@@ -110,9 +110,7 @@ def build_space(hardware: Hardware, description: Description, options: SearchOpt
     elif recipes.left_out and "fp8" in left_out:
         left_out["fp8"] = next(iter(recipes.left_out.values()))
     excluded = [Exclusion(precision=p, batch_size=None, reason=why) for p, why in left_out.items()]
-    sizes, too_large = _batch_sizes(
-        baseline.batch_size, effective, description.num_samples, options, num_batches, description.num_sharing
-    )
+    sizes, too_large = _batch_sizes(baseline.batch_size, effective, description, options, num_batches)
     if "batch_size" in description.unsettable:
         sizes, too_large = [baseline.batch_size], None
         notes.append(f"Only batch {baseline.batch_size} is tried: {description.unsettable['batch_size']}.")
@@ -173,16 +171,13 @@ def _exclusions_of_slow_precisions(measured: Mapping[Setting, Measurement]) -> l
     """Return exclusions of the precisions that another one beats by `HOPELESS_SLOWDOWN` at the same batch size."""
     speeds = {c: m.samples_per_second for c, m in measured.items() if c.is_ordinary}
     worst: dict[Precision, tuple[float, int, str]] = {}
-    for setting, rival_setting in itertools.product(speeds, repeat=2):
-        if (
-            setting.batch_size == rival_setting.batch_size
-            and speeds[rival_setting] > HOPELESS_SLOWDOWN * speeds[setting]
-        ):
-            slowdown = speeds[rival_setting] / speeds[setting], setting.batch_size, rival_setting.precision
+    for setting, rival in itertools.product(speeds, repeat=2):
+        if setting.batch_size == rival.batch_size and speeds[rival] > HOPELESS_SLOWDOWN * speeds[setting]:
+            slowdown = speeds[rival] / speeds[setting], setting.batch_size, rival.precision
             worst[setting.precision] = max(slowdown, worst.get(setting.precision, slowdown))
     return [
-        Exclusion(precision=p, batch_size=None, reason=f"{p} is {ratio:.0f} times slower than {rival} at batch {size}")
-        for p, (ratio, size, rival) in worst.items()
+        Exclusion(precision=p, batch_size=None, reason=f"{p} is {ratio:.0f} times slower than {other} at batch {size}")
+        for p, (ratio, size, other) in worst.items()
     ]
 
 
@@ -354,19 +349,14 @@ def _with_accumulation(space: Space, num: int, reason: str, next_step: str) -> S
 
 
 def _batch_sizes(
-    baseline: int,
-    effective: int | None,
-    num_samples: int | None,
-    options: SearchOptions,
-    num_batches: int,
-    num_sharing: int,
+    baseline: int, effective: int | None, description: Description, options: SearchOptions, num_batches: int
 ) -> tuple[list[int], int | None]:
     """Return the batch sizes to try, ascending, and the smallest one that exceeds the dataset, or None. They are
-    multiples of `num_sharing`, the number of ranks that divide a batch among them.
+    multiples of the number of ranks that divide a batch among them.
 
     Raises `InvalidRequestError` if no batch size fits the range.
     """
-    requested_range = options.batch_size
+    requested_range, num_samples = options.batch_size, description.num_samples
     low, high = requested_range or (max(1, baseline // SEARCH_DOWN), effective or SEARCH_UP * baseline)
     largest = high if num_samples is None else max(1, min(high, num_samples))
     if effective is not None:
@@ -376,7 +366,7 @@ def _batch_sizes(
         ends = {low, high, largest} if requested_range is not None else set()
         grid = sorted({baseline // power for power in powers} | {baseline * power for power in powers} | ends)
     grid = [size for size in grid if low <= size <= high]
-    grid = [size for size in grid if size % num_sharing == 0] or grid
+    grid = [size for size in grid if size % description.num_sharing == 0] or grid
     sizes = [size for size in grid if size <= largest]
     if num_samples is not None and low > num_samples:
         raise InvalidRequestError(

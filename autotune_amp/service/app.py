@@ -186,14 +186,14 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
     @lru_cache(64)
     def ranked_again(id_: str, measured: float | None, asked: str) -> bytes:  # noqa: ARG001 - part of the key
         ranking = msgspec.json.decode(asked, type=dict[str, Any])
+        precision = ranking.pop("precision_allowed", None)
         search = searches.queue.searches[id_]
         saved = decode(searches.measured_json(search) or b"", Recommendation)
         again = rerank_with_options(
             saved,
             StudyFolder(searches.studies, saved.search.study).recommendation_path,
-            *(ranking.get(name) for name in ("objective", "steps", "samples", "price_per_hour")),
-            precision=ranking.get("precision_allowed"),
-            memory_limit=ranking.get("memory_limit"),
+            **ranking,
+            precision=precision,
         )
         return msgspec.json.encode(answer_document(search, again))
 

@@ -25,7 +25,7 @@ from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.options import SearchOptions
 from autotune_amp.search.planner import JobDefaults, Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Runner, Watchers, run_stages
+from autotune_amp.search.run import ProgressWatcher, Runner, run_stages
 from autotune_amp.search.search import search_stages
 from autotune_amp.search.stages.confirm import ConfirmationRounds
 from autotune_amp.search.stages.explore import share_building
@@ -118,9 +118,9 @@ def play_search(
 ) -> Replayed:
     """Run the stages of a search on a `backend`, then those of its confirmation on `fresh` processes."""
     ends, ledger = _Ends(budget), Ledger(landscape.space(), search_id="replay-1")
-    watchers = Watchers(ProgressWatcher(ends, budget))
+    watcher = ProgressWatcher(ends, budget)
     planner, study = Planner(job_defaults, budget), _study(ledger, seed)
-    runner = Runner(backend, ledger, planner, watchers)
+    runner = Runner(backend, ledger, planner, watcher)
     for _ in run_stages(search_stages(study), runner):
         study.catch_up(ledger)
         if not runner.pending:
@@ -131,7 +131,7 @@ def play_search(
     if ledger.final_shortlist is not None:
         budget.num_slots = 1
         stage = ConfirmationRounds(ledger.final_shortlist, environment)
-        for _ in run_stages([stage], Runner(fresh, ledger, planner, watchers)):
+        for _ in run_stages([stage], Runner(fresh, ledger, planner, watcher)):
             pass
     by_round = {record.round: seconds for seconds, record in ends.records if record.round is not None}
     return Replayed(ledger, landscape, ends.records, searched_seconds, list(by_round.values()), environment)

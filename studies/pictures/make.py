@@ -53,7 +53,7 @@ def draw_terminal() -> None:
 
 def as_of_today(path: Path) -> Recommendation:
     """The committed recommendation, put together by today's code from the same trials."""
-    return rerank_with_options(Recommendation.load(path), path, None, None, None, None)
+    return rerank_with_options(Recommendation.load(path), path)
 
 
 def draw_report() -> None:

@@ -96,6 +96,21 @@ def test_steps_on_an_accelerator_are_measured_where_evaluations_follow_few_of_th
     assert {interval.num_samples / interval.num_steps for interval in intervals} == {batch_size}
 
 
+@pytest.mark.parametrize("num_steps_of_batch", [1, 2])
+def test_steps_on_an_accelerator_are_not_waited_for_at_each_batch(
+    observed: observer.Observer, num_steps_of_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", Mock())
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {})
+    optimizer = optimizer_on("cuda:0")
+    for number in range(32):
+        observed.loaders.num_samples["0"] = 8 * (1 + number // num_steps_of_batch)
+        observed.report_step(optimizer)
+    steps = [call.kwargs for call in observed.channel.add.call_args_list]  # type: ignore[attr-defined]
+    settled = [number for number, step in enumerate(steps, 1) if step.get("is_settled")]
+    assert settled == [1, 2, 3, *range(observer.NUM_STEPS_PER_SYNC, 33, observer.NUM_STEPS_PER_SYNC)]
+
+
 def test_a_step_that_is_captured_into_a_graph_is_told_and_not_waited_for(
     observed: observer.Observer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

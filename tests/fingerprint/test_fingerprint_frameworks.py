@@ -54,7 +54,7 @@ workloads = {
     "trained": Workload.from_trainer(trained()),
     "fitted": fitted(),
 }
-print(json.dumps({name: workload_parts(workload) for name, workload in workloads.items()}))
+print(json.dumps({name: workload_parts(workload)[:2] for name, workload in workloads.items()}))
 """
 
 

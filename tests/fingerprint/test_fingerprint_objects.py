@@ -31,7 +31,7 @@ from autotune_amp.hardware import host
 
 
 def parts_of(value: object) -> dict[str, str]:
-    parts, unknown = workload_parts(SimpleNamespace(data=value))
+    parts, unknown, _ = workload_parts(SimpleNamespace(data=value))
     assert unknown == ()
     return parts
 

@@ -41,7 +41,7 @@ LANDSCAPES = {
 def ranked() -> Recommendation:
     """The study's records, ranked for what they were searched for."""
     path = STUDY / "recommendation.json"
-    return rerank_with_options(Recommendation.load(path), path, None, None, None, None)
+    return rerank_with_options(Recommendation.load(path), path)
 
 
 def played(name: str) -> dict[str, Any]:

@@ -191,12 +191,12 @@ def test_it_weighs_passes_where_the_trainer_does_not_divide_by_their_number(tmp_
 
 
 def test_two_trainers_made_alike_are_the_same_workload(tmp_path: Path) -> None:
-    (one, unknown), (other, _) = (
+    (one, unknown, _), (other, _, _) = (
         workload_parts(Workload.from_trainer(trainer(tmp_path / name))) for name in ("one", "other")
     )
     assert unknown == ()
     assert one == other
-    changed, _ = workload_parts(Workload.from_trainer(trainer(tmp_path, label_smoothing_factor=0.1)))
+    changed, _, _ = workload_parts(Workload.from_trainer(trainer(tmp_path, label_smoothing_factor=0.1)))
     assert one != changed
 
 

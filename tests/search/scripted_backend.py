@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any
 
 from msgspec.structs import replace
 from replay import Done, ReplayBudget, first
@@ -36,8 +36,9 @@ from autotune_amp.search.ledger import Ledger, Shortlist
 from autotune_amp.search.loss_scales import AllScales
 from autotune_amp.search.planner import JobDefaults, Planner
 from autotune_amp.search.progress import Progress
-from autotune_amp.search.run import ProgressWatcher, Runner, Stage, Watchers, run_stages
+from autotune_amp.search.run import ProgressWatcher, Runner, run_stages
 from autotune_amp.search.space import Space
+from autotune_amp.search.stages import Stage
 from autotune_amp.search.stages.checks import Checks, LossScales
 from autotune_amp.search.stages.confirm import ConfirmationRounds
 from autotune_amp.search.stages.explore import exploration_stages, share_building
@@ -236,10 +237,8 @@ def hardware(rates: dict[Precision, float | None]) -> Hardware:
     )
 
 
-class _Given:
+class _Given(Stage):
     """A stage of jobs that are known beforehand."""
-
-    is_exclusive: ClassVar[bool] = False
 
     def __init__(self, jobs: Sequence[Trial]) -> None:
         self._jobs = list(jobs)
@@ -294,7 +293,7 @@ class ScriptedSearch:
         return Planner(self.job_defaults, self.budget)
 
     def runner(self, backend: Any = None) -> Runner:
-        return Runner(backend or self.backend, self.ledger, self.planner, Watchers(self.watcher))
+        return Runner(backend or self.backend, self.ledger, self.planner, self.watcher)
 
     def measure(self, *settings: Setting) -> None:
         """A trial of each, without limits."""

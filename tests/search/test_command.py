@@ -96,6 +96,7 @@ def test_a_file_edited_while_the_search_runs_counts_as_its_trials_first_read_it(
     source.command.opened([str(folder / "plugin.py")])
     (folder / "plugin.py").write_text("x = 2")
     found, now = source.with_opened(before), fingerprint(folder)[1]
+    assert source.edited_files(found) == ["plugin.py"]
     assert now.digest != found.digest
     assert found.differences(now) == ("file plugin.py changed",)
 

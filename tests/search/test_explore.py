@@ -88,7 +88,8 @@ def test_what_promises_something_must_fit_into_the_time_left(times: float, is_ru
     found = measured(Trial(candidate=setting, device="cpu"), 32.0)
     took = Record(search_id="s", number=1, candidate=setting, purpose="search", outcome=found, seconds=20.0 + 12.0)
     ledger = known([took])
-    seconds = Planner(CONDITIONS, Budget(math.inf)).trial_seconds(ledger, 64 / 32.0)  # no faster than what was measured
+    planner = Planner(CONDITIONS, Budget(math.inf))
+    seconds = planner.trial_seconds(ledger, untried[0], 64 / 32.0)  # no faster than what was measured
     assert (promising(ledger, untried, left_seconds=times * seconds) == untried[0]) == is_run
 
 
@@ -96,9 +97,9 @@ def test_a_trial_is_as_long_whatever_the_speed_counts() -> None:
     class Listening(Planner):
         steps: list[float]
 
-        def trial_seconds(self, ledger: Ledger, step_seconds: float) -> float:
+        def trial_seconds(self, ledger: Ledger, setting: Setting, step_seconds: float) -> float:
             self.steps.append(step_seconds)
-            return super().trial_seconds(ledger, step_seconds)
+            return super().trial_seconds(ledger, setting, step_seconds)
 
     def steps(objective: Objective) -> list[float]:
         planner = Listening(CONDITIONS, Budget(math.inf))

@@ -23,7 +23,7 @@ from autotune_amp.search.run import run_stages
 from autotune_amp.search.space import Space
 from autotune_amp.search.stages.confirm import ConfirmationRounds
 from autotune_amp.search.stages.explore import exploration_stages
-from autotune_amp.search.stages.foreseen import foreseen_trials
+from autotune_amp.search.stages.pending import foreseen_trials
 from autotune_amp.trial.jobs import Trial
 
 SIZES = (8, 16, 32, 64)

@@ -20,7 +20,7 @@ from autotune_amp.processes.local import Slot, SlotLostError
 from autotune_amp.search import ranking
 from autotune_amp.search.planner import MIN_ROUNDS
 from autotune_amp.search.ranking import PLATEAU
-from autotune_amp.search.run import Runner, Watchers, run_stages
+from autotune_amp.search.run import Runner, run_stages
 
 NAMES = [name for name in landscapes() if name.endswith(", 0 %")]
 
@@ -105,7 +105,7 @@ def test_a_round_whose_slot_goes_is_run_anew_and_whole_elsewhere() -> None:
 
 
 def runner_of(searched: ScriptedSearch, backend: Any) -> Runner:
-    return Runner(backend, searched.ledger, searched.planner, Watchers(searched.watcher))
+    return Runner(backend, searched.ledger, searched.planner, searched.watcher)
 
 
 class Scripted(Timed):

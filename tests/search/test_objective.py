@@ -43,9 +43,8 @@ def took(speed: float, mib: float = 100, joules: float | None = None) -> Measure
     ],
 )
 def test_memory(merits: dict[Setting, Merit], ranking: list[Setting]) -> None:
-    floor = least_speed("memory", merit(100))
-    assert floor == 97
-    assert rank_for("memory", merits, least_speed=floor) == ranking
+    assert least_speed("memory", merit(100)) == 97
+    assert rank_for("memory", merits, baseline=merit(100)) == ranking
 
 
 @pytest.mark.parametrize(

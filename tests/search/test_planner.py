@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -12,6 +12,7 @@ from autotune_amp.core.outcome import Failure, Measurement, Outcome
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import CONFIRM_SECONDS, CUT_RATIO, MIN_JOB_GAIN, MIN_ROUNDS, Planner
 from autotune_amp.search.space import Space
+from autotune_amp.search.stages import Stage
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.trial.jobs import Trial
 
@@ -148,10 +149,8 @@ def test_variables_that_cannot_gain_what_their_runs_cost_are_not_recommended_eit
     assert planner.confirming_environment(search.ledger) == (recommended if is_worth else {}), "as the stages were told"
 
 
-class _Once:
+class _Once(Stage):
     """A stage of one trial with its limits."""
-
-    is_exclusive: ClassVar[bool] = False
 
     def __init__(self, setting: Any) -> None:
         self._left = [setting]
@@ -262,13 +261,13 @@ def test_a_run_in_a_process_that_is_kept_builds_its_model_as_part_of_itself(
 
 def test_what_is_bought_is_said_before_the_first_trial() -> None:
     search = searched(start_seconds=17.0)
-    said = search.planner.forecast(search.ledger, may_fork=False)
+    said = search.planner.forecast(search.ledger)
     assert "17 s to start" in said
     assert "2 precisions at batch 32" in said
     assert "starts of the command" not in said
     search.job_defaults = replace(search.job_defaults, are_trials_fresh=True)
     search.ledger = Ledger(replace(search.ledger.space, variants={"attn": ("eager", "flash")}), [])
-    said = search.planner.forecast(search.ledger, may_fork=False)
+    said = search.planner.forecast(search.ledger)
     assert "10 starts of the command" in said, "two precisions, two values, a check in two, two further rounds of two"
 
 

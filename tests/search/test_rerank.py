@@ -183,7 +183,7 @@ def test_ranks_that_divide_a_batch_take_one_together(
     workload = msgspec.structs.replace(found.workload, num_ranks=2, num_sharing=num_sharing)
     shared = msgspec.structs.replace(found, workload=workload)
     assert shared.num_batches == num_batches
-    assert ("on each of 2 ranks" in dict(shared.facts())["config"]) is (num_batches == 2)
+    assert ("on each of 2 ranks" in dict(shared.facts())["set"]) is (num_batches == 2)
 
 
 def test_without_its_records_nothing_is_ranked(finished: tuple[Recommendation, StudyFolder], tmp_path: Path) -> None:
@@ -197,19 +197,19 @@ def test_without_its_records_nothing_is_ranked(finished: tuple[Recommendation, S
 def test_show_keeps_what_it_is_not_told(finished: tuple[Recommendation, StudyFolder]) -> None:
     found, folder = finished
     before = folder.recommendation_path.read_bytes()
-    memory = rerank_with_options(found, folder.recommendation_path, "memory", 100, None, None)
-    priced = rerank_with_options(memory, folder.recommendation_path, None, None, None, 3.0)
+    memory = rerank_with_options(found, folder.recommendation_path, objective="memory", steps=100)
+    priced = rerank_with_options(memory, folder.recommendation_path, price_per_hour=3.0)
     assert (priced.objective, priced.options["num_steps"]) == ("memory", 100)
     assert priced.job is not None
     assert priced.job.price == pytest.approx(3.0 * priced.job.hours)
-    by_samples = rerank_with_options(priced, folder.recommendation_path, None, None, 500, None)
+    by_samples = rerank_with_options(priced, folder.recommendation_path, samples=500)
     assert (by_samples.options["num_steps"], by_samples.options["num_samples"]) == (None, 500)
     assert folder.recommendation_path.read_bytes() == before
     with pytest.raises(InvalidRequestError, match="objective is 'size'"):
-        rerank_with_options(found, folder.recommendation_path, "size", None, None, None)
+        rerank_with_options(found, folder.recommendation_path, objective="size")
     stopped = msgspec.structs.replace(found, search=msgspec.structs.replace(found.search, was_interrupted=True))
     with pytest.raises(InvalidRequestError, match="interrupted"):
-        rerank_with_options(stopped, folder.recommendation_path, "memory", None, None, None)
+        rerank_with_options(stopped, folder.recommendation_path, objective="memory")
 
 
 def test_a_cached_answer_is_ranked_again_only_where_another_is_asked_for(

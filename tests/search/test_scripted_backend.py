@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import pytest
 from backend_contract import BackendContract, Made
 from replay import ReplayBudget
@@ -14,6 +12,7 @@ from autotune_amp.core.setting import Setting
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.space import Space
+from autotune_amp.search.stages import Stage
 from autotune_amp.trial.jobs import Check, Trial
 
 
@@ -33,10 +32,8 @@ class TestScripted(BackendContract):
         )
 
 
-class Smallest:
+class Smallest(Stage):
     """A stage of a test's own: every candidate from the smallest batch up, until one does not run."""
-
-    is_exclusive: ClassVar[bool] = False
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
         untried = [c for c in ledger.space.candidates if c not in ledger.outcomes]

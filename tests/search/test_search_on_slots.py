@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from closed_form import ClosedForm, Repeated, landscapes
@@ -31,8 +31,9 @@ from autotune_amp.search.answer.decide import decide
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
 from autotune_amp.search.ranking import PLATEAU
-from autotune_amp.search.run import Runner, Watchers, run_stages
+from autotune_amp.search.run import Runner, run_stages
 from autotune_amp.search.space import Space
+from autotune_amp.search.stages import Stage
 from autotune_amp.search.stages.explore import exploration_stages
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Trial
@@ -132,7 +133,7 @@ SPACE = Space(candidates=tuple(candidate(p, b) for p in ("fp32", "bf16") for b i
 def on_slots(searched: ScriptedSearch, num_slots: int, backend: Any = None) -> Runner:
     slots = SLOTS[:num_slots]
     beside = backend or SlotBackends(dict.fromkeys(slots, searched.backend))
-    return Runner(beside, searched.ledger, searched.planner, Watchers(searched.watcher))
+    return Runner(beside, searched.ledger, searched.planner, searched.watcher)
 
 
 def answer(trial: Trial) -> Outcome:
@@ -159,10 +160,8 @@ def test_the_study_knows_every_trial_and_its_slot() -> None:
     assert len(set(told.values())) == 4
 
 
-class Listed:
+class Listed(Stage):
     """A stage of given settings, one after the other."""
-
-    is_exclusive: ClassVar[bool] = False
 
     def __init__(self, searched: ScriptedSearch, *settings: Setting) -> None:
         self._trials = [searched.job_defaults.trial(searched.ledger, setting) for setting in settings]
@@ -176,7 +175,7 @@ class Listed:
 class Exclusive(Listed):
     """The same, each alone."""
 
-    is_exclusive: ClassVar[bool] = True
+    is_exclusive = True
 
 
 def test_an_exclusive_stage_has_one_job_at_a_time_once_nothing_else_runs() -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from autotune_amp import workloads
-from autotune_amp.core.recommendation import Fingerprint
-from autotune_amp.fingerprint import file_digest
+from autotune_amp.core.workload import import_target
+from autotune_amp.hardware import identify
 from autotune_amp.precision import torch_state
 from autotune_amp.search.source import live_source
 
@@ -26,14 +26,21 @@ def test_trials_of_a_live_function_have_the_flags_that_it_sets(*, is_elsewhere: 
     assert found == caller | {"cuda.matmul.fp32_precision": "tf32", "num_threads": num_threads}
 
 
-def test_a_folder_of_the_import_path_that_cannot_be_read_hides_no_edited_file(
+def test_an_edited_file_is_named_although_another_of_its_name_is_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("kept.py", "edited.py"):
-        Path(name).write_text("x = 1")
-    parts = {f"source file {name}": f"={file_digest(name)}" for name in ("kept.py", "edited.py")}
-    monkeypatch.setattr(sys, "path", ["n" * 300, *sys.path])  # like a folder without permission, it raises OSError
-    Path("edited.py").write_text("x = 2")
-    fingerprint = Fingerprint(digest="", parts=parts, unknown=())
-    assert live_source(workloads.workload).edited_files(fingerprint) == ["edited.py"]
+    files = [Path(folder, "part.py") for folder in (".", "lib")]
+    Path("lib").mkdir()
+    for number, file in enumerate(files):
+        file.write_text(f"def loss(model, batch):\n    return {number}")
+    sources = [live_source(import_target(f"{file}:loss")) for file in files]
+    of_first, of_second = (each.fingerprint({}, identify("cpu")) for each in sources)
+    assert of_first is not None
+    assert of_second is not None
+    fingerprint = replace(of_first, files=of_first.files | of_second.files)
+    assert sources[0].edited_files(fingerprint) == []
+    files[1].write_text(files[0].read_text())
+    assert sources[0].edited_files(fingerprint) == [str(files[1])]
+    files[1].unlink()
+    assert sources[0].edited_files(fingerprint) == [], "one that is being replaced"

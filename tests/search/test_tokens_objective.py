@@ -72,7 +72,7 @@ def test_tokens_choose_and_confirm_what_samples_would_not(tmp_path: Path) -> Non
     cost = by_tokens.job
     assert cost is not None
     assert cost.baseline_hours == pytest.approx(cost.hours * 2000 / 1500), "of as many tokens"
-    assert "1,500 tokens/s" in speedup_line(by_tokens.config, evidence)
+    assert "1,500 tokens/s" in speedup_line(evidence)
     low, high = evidence.tokens_per_second_interval
     assert low <= 2000 <= high
     rows = {row.precision: row.tokens_per_second for row in by_tokens.candidates if row.tokens_per_second}

@@ -59,7 +59,7 @@ def service(tmp_path: Path) -> Iterator[Measured]:
 
 def test_what_the_search_was_asked_with_is_kept_unless_asked_otherwise(service: Measured) -> None:
     path = service.study / "recommendation.json"
-    asked = rerank_with_options(service.saved, path, "memory", 100, None, 2.0)
+    asked = rerank_with_options(service.saved, path, objective="memory", steps=100, price_per_hour=2.0)
     service.measure(asked, 1.0)
     kept, other = service.recommend()["recommendation"], service.recommend(objective="speed")["recommendation"]
     assert (kept["objective"], kept["job"]["num_steps"], kept["job"]["price_per_hour"]) == ("memory", 100, 2.0)

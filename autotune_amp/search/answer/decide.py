@@ -45,10 +45,10 @@ from autotune_amp.hardware.data_sheets import data_sheet_flops_per_second
 from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.answer import explain
-from autotune_amp.search.gains import gain_interval, ledger_speedup, other_process_speeds
+from autotune_amp.search.gains import gain_interval, other_process_speeds, speedup
 from autotune_amp.search.ledger import LOSS_SCALE, Ledger
 from autotune_amp.search.options import RANKING, SearchOptions
-from autotune_amp.search.ranking import MIN_GAIN, SettingRuns, best_runs, confirm_runs, data_share
+from autotune_amp.search.ranking import MIN_GAIN, SettingRuns, best_runs, confirm_runs, data_share, known_median
 from autotune_amp.search.space import build_space
 from autotune_amp.search.stages.fallbacks import fallback_plans
 from autotune_amp.search.stages.variants import variant_rows
@@ -78,13 +78,13 @@ def decide(
     records, space, objective = ledger.records, ledger.space, ledger.objective
     contenders = ranking.contenders(ledger.merits, ledger.tiers, space.baseline)
     baseline = best_runs(records, space.baseline, {})
-    baseline_merit = ranking.merit(baseline.measurements) if baseline.measurements else None
+    baseline_merit = ranking.merit(baseline.measurements, objective=objective) if baseline.measurements else None
     compared_baseline = baseline
     if _was_confirmed(ledger, environment):
         # A command's trials add to the runs of what was confirmed, and confirm nothing else.
         was_run_again = {r.candidate for r in records if r.purpose == "confirm"}
         confirmed = {
-            c: ranking.merit(runs.measurements, ledger.applied_share(c))
+            c: ranking.merit(runs.measurements, ledger.applied_share(c), objective=objective)
             for c in contenders
             if c in was_run_again and (runs := confirm_runs(records, c, environment)).measurements
         }
@@ -94,18 +94,12 @@ def decide(
         baseline_merit = ledger.measured_merits.get(space.baseline, baseline_merit)
         searched = best_runs(_before_confirmation(records), space.baseline, {})
         compared_baseline = searched if searched.measurements else baseline
-    ranking.raise_if_unmeasured(objective, ledger.merits.values())
-    least_speed = ranking.least_speed(objective, baseline_merit)
-    ranked = ranking.rank_for(objective, contenders, least_speed=least_speed, tiers=ledger.tiers)
-    improvements = [
-        c
-        for c in ranked
-        if baseline_merit is None or ranking.is_worth_a_change(objective, contenders[c], baseline_merit)
-    ]
+    ledger.raise_if_unmeasured()
+    ranked = ranking.rank_for(objective, contenders, baseline=baseline_merit, tiers=ledger.tiers)
+    improvements = [c for c in ranked if ranking.is_worth_a_change(objective, contenders[c], baseline_merit)]
     gains = {c: gain_interval(ledger, best_runs(records, c, environment), compared_baseline) for c in improvements}
-    candidate = next(
-        (c for c in improvements if baseline_merit is None or not ledger.is_by_throughput or gains[c][0] > 1), None
-    )
+    needs_gain = baseline_merit is not None and ledger.is_by_throughput
+    candidate = next((c for c in improvements if not needs_gain or gains[c][0] > 1), None)
     is_kept = candidate is None
     chosen_environment = {} if is_kept else dict(environment)
     chosen_runs = baseline if candidate is None else best_runs(records, candidate, chosen_environment)
@@ -118,11 +112,8 @@ def decide(
     chosen = chosen_runs.candidate.with_workers_of(description.num_workers)
     config = AmpConfig.of(chosen, loss_scale=loss_scale, environment=chosen_environment, fallback=plans)
     excluded = explain.excluded_candidates(ledger, is_budget_spent=search.is_budget_spent)
-    why_uncalibrated = loss_scales.why_uncalibrated(ledger.scales, chosen_runs.candidate)
     unsure = next(((c, *gains[c]) for c in improvements), None) if is_kept else None
-    warnings, notes = explain.warnings_and_notes(
-        ledger, chosen_runs, evidence, config, why_uncalibrated, description, search
-    )
+    warnings, notes = explain.warnings_and_notes(ledger, chosen_runs, evidence, config, description, search)
     warnings = list(dict.fromkeys([*warnings, *search.warnings]))
     return Decision(
         config=config,
@@ -185,6 +176,7 @@ def gather_evidence(
 ) -> Evidence:
     """Return the evidence for `chosen_runs`, measured in `environment`, against `baseline`, in the user's own."""
     records, candidate = ranking.without_lost_rounds(ledger.records), chosen_runs.candidate
+    measurements = chosen_runs.measurements
     confirming = [
         r.outcome
         for r in ranking.confirming_records(ledger.records)
@@ -192,7 +184,7 @@ def gather_evidence(
         and (r.purpose, r.candidate, r.environment) == ("confirm", candidate, environment)
         and r.loss_scale in (None, ledger.loss_scale(candidate))
     ]
-    speedup_ratio, ratio_interval = ledger_speedup(ledger, chosen_runs, baseline)
+    speedup_ratio, ratio_interval = speedup(ledger, chosen_runs, baseline)
     processes = [runs.num_confirming for runs in (chosen_runs, baseline) if runs.measurements]
     low, high = _prediction_interval(chosen_runs, records)
     search_speed = _drifted_search_speed(chosen_runs, records)
@@ -203,25 +195,25 @@ def gather_evidence(
         if search_speed is None
         else (min(low, search_speed), max(high, search_speed)),
         search_samples_per_second=search_speed,
-        step_seconds=median(m.step_seconds for m in chosen_runs.measurements),
-        peak_memory_bytes=max(m.peak_memory_bytes for m in chosen_runs.measurements),
+        step_seconds=median(m.step_seconds for m in measurements),
+        peak_memory_bytes=max(m.peak_memory_bytes for m in measurements),
         baseline=_baseline_evidence(baseline, records),
         speedup=speedup_ratio,
         speedup_interval=ratio_interval,
-        num_processes=len(chosen_runs.measurements),
+        num_processes=len(measurements),
         is_confirmed=min(processes) >= MIN_PROCESSES,
-        data_share=median(map(data_share, chosen_runs.measurements)),
-        update_share=_median(m.update_seconds and m.update_seconds / m.step_seconds for m in chosen_runs.measurements),
+        data_share=median(map(data_share, measurements)),
+        update_share=known_median(m.update_seconds and m.update_seconds / m.step_seconds for m in measurements),
         plain_environment=_plain_environment(records, candidate, baseline) if environment else None,
         fidelity=ledger.verdict(candidate),
         loss_scale=loss_scales.evidence(ledger.scales, candidate, confirming),
-        is_build_shared=not shares_processes and any(m.is_build_shared for m in chosen_runs.measurements),
+        is_build_shared=not shares_processes and any(m.is_build_shared for m in measurements),
         are_processes_shared=shares_processes,
-        joules_per_sample=ranking.joules_per_sample(chosen_runs.measurements),
+        joules_per_sample=ranking.joules_per_sample(measurements),
         loader=loader_evidence(records, chosen_runs, description),
         memory=memory_evidence(chosen_runs, description),
-        evaluation_seconds=_median(m.evaluation_seconds for m in chosen_runs.measurements),
-        checkpoint_seconds=_median(m.checkpoint_seconds for m in chosen_runs.measurements),
+        evaluation_seconds=known_median(m.evaluation_seconds for m in measurements),
+        checkpoint_seconds=known_median(m.checkpoint_seconds for m in measurements),
         accumulation=ledger.accumulation,
         load=machine_load.evidence(chosen_runs.loads),
         devices=_devices(ledger.records),
@@ -232,13 +224,14 @@ def gather_evidence(
 
 def _token_evidence(runs: SettingRuns, records: Sequence[Record]) -> dict[str, Any]:
     """Return the fields of an `Evidence` for the tokens that the runs trained on; none if they counted no tokens."""
-    tokens = [m.tokens_per_second for m in runs.measurements if m.tokens_per_second is not None]
-    if not tokens:
+    tokens_per_second = known_median(m.tokens_per_second for m in runs.measurements)
+    if tokens_per_second is None:
         return {}
+    in_tokens = msgspec.structs.replace(runs, objective="tokens")
     return {
-        "tokens_per_second": median(tokens),
-        "tokens_per_second_interval": _prediction_interval(runs.in_tokens(), ranking.records_for("tokens", records)),
-        "padded_share": _median(m.padded_share for m in runs.measurements),
+        "tokens_per_second": tokens_per_second,
+        "tokens_per_second_interval": _prediction_interval(in_tokens, records),
+        "padded_share": known_median(m.padded_share for m in runs.measurements),
     }
 
 
@@ -265,11 +258,6 @@ def _ranks_evidence(records: Sequence[Record], description: Description) -> Rank
         one_rank_samples_per_second=one_rank_speed,
         efficiency=runs.speed / (num_ranks * one_rank_speed),
     )
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    numbers = [v for v in values if v is not None]
-    return median(numbers) if numbers else None
 
 
 def _prediction_interval(runs: SettingRuns, records: Sequence[Record]) -> tuple[float, float]:
@@ -302,10 +290,10 @@ def _baseline_evidence(runs: SettingRuns, records: Sequence[Record]) -> Baseline
         config=AmpConfig.of(runs.candidate, loss_scale=LOSS_SCALE if takes_scaler else None),
         samples_per_second=runs.speed if measured else None,
         samples_per_second_interval=_prediction_interval(runs, records) if measured else None,
-        step_seconds=_median(m.step_seconds for m in measured),
+        step_seconds=known_median(m.step_seconds for m in measured),
         peak_memory_bytes=max((m.peak_memory_bytes for m in measured), default=None),
         reason=None if measured else reason,
-        tokens_per_second=_median(m.tokens_per_second for m in measured),
+        tokens_per_second=known_median(m.tokens_per_second for m in measured),
     )
 
 
@@ -319,7 +307,7 @@ def _plain_environment(records: Sequence[Record], candidate: Setting, baseline: 
     outcomes = [r.outcome for r in records if r.candidate == candidate and r.purpose == "plain"]
     if not outcomes:
         return None
-    speed = _median(o.samples_per_second if isinstance(o, Measurement) else None for o in outcomes)
+    speed = known_median(o.samples_per_second if isinstance(o, Measurement) else None for o in outcomes)
     return PlainEnvironment(
         samples_per_second=speed,
         speedup=speed / baseline.speed if speed is not None and baseline.measurements else None,
@@ -369,8 +357,6 @@ def memory_evidence(runs: SettingRuns, description: Description) -> MemoryEviden
         )
     return MemoryEvidence(
         worst_case=worst_case,
-        num_seen=None if sizes is None else sizes.num_seen,
-        num_samples=None if sizes is None else sizes.num_samples,
         has_evaluation=any(m.evaluation_seconds is not None for m in runs.measurements),
         has_checkpoint=any(m.checkpoint_seconds is not None for m in runs.measurements),
         processes=tuple(
@@ -428,7 +414,7 @@ def rerank(
             f"{folder.path} cannot be ranked again: its outcomes.jsonl lacks the trials of recommendation.json.",
             "Search again with --fresh, or copy the outcomes.jsonl of that search into the folder.",
         )
-    saved_options = msgspec.convert(saved.options, SearchOptions)
+    saved_options = saved.options_as(SearchOptions)
     new_options = msgspec.structs.replace(
         saved_options,
         **{name: getattr(options, name) for name in RANKING},
@@ -492,38 +478,24 @@ def _within_limits(records: Sequence[Record], precisions: Sequence[Precision], m
     return limited
 
 
-def rerank_with_options(
-    saved: Recommendation,
-    path: Path,
-    objective: str | None,
-    steps: int | None,
-    samples: int | None,
-    price_per_hour: float | None,
-    *,
-    precision: str | Sequence[str] | None = None,
-    memory_limit: int | str | None = None,
-) -> Recommendation:
+def rerank_with_options(saved: Recommendation, path: Path, **arguments: Any) -> Recommendation:
     """Return a recommendation loaded from `path`, ranked again by a user's options; None keeps an option's value.
 
-    Only settings of `precision` and within `memory_limit` may be recommended.
-
-    Raises `InvalidRequestError` for a wrong option or a search that was interrupted, and the errors of `rerank`.
+    These are `objective`, `steps` or `samples`, `price_per_hour`, and the limits `precision` and `memory_limit`, within
+    which a setting must be to be recommended. Raises `InvalidRequestError` for a wrong option or a search that was
+    interrupted, and the errors of `rerank`.
     """
     if saved.search.was_interrupted:
         raise InvalidRequestError(
             f"{path} is from an interrupted search, which cannot be ranked again.",
             "Run its `autotune-amp search` command again with these options: it continues and ranks by them.",
         )
-    saved_options = msgspec.convert(saved.options, SearchOptions)
-    is_length_given = steps is not None or samples is not None
-    options = SearchOptions.from_user(
-        objective=saved_options.objective if objective is None else objective,
-        steps=steps if is_length_given else saved_options.num_steps,
-        samples=samples if is_length_given else saved_options.num_samples,
-        price_per_hour=saved_options.price_per_hour if price_per_hour is None else price_per_hour,
-        precision=precision,
-        memory_limit=memory_limit,
-    )
+    given = {name: value for name, value in arguments.items() if value is not None}
+    now = saved.options_as(SearchOptions)
+    kept: dict[str, Any] = {"objective": now.objective, "price_per_hour": now.price_per_hour}
+    if given.keys().isdisjoint(("steps", "samples")):
+        kept |= {"steps": now.num_steps, "samples": now.num_samples}
+    options = SearchOptions.from_user(**kept | given)
     folder = StudyFolder(str(path.parent.parent), path.parent.name)
     return rerank(saved, options, folder, precisions=options.precisions, memory_limit=options.memory_limit)
 

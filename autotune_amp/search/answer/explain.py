@@ -17,7 +17,7 @@ from autotune_amp.core.text import count, number, rate, sentence, size, token_ra
 from autotune_amp.dimensions import risks
 from autotune_amp.hardware import machine_load
 from autotune_amp.precision.modes import MODES
-from autotune_amp.search import ranking
+from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.ranking import PLATEAU, Merit, SettingRuns, least_speed
 from autotune_amp.search.space import SAME_MEMORY_SHARE, Space, without_excluded
@@ -125,7 +125,7 @@ def _amount(objective: Objective, merit: Merit) -> str:
 def _relative_cost(objective: Objective, other: Merit, reference: Merit) -> float:
     """Return the ratio of the costs (time, memory or joules per sample) of `other` and `reference`; 1 if unknown."""
     if objective in THROUGHPUT_OBJECTIVES:
-        return reference.speed(objective) / other.speed(objective)
+        return reference.speed / other.speed
     if objective == "memory":
         ratio = other.peak_memory_bytes / reference.peak_memory_bytes
         return ratio if ratio < SAME_MEMORY_SHARE else max(ratio, 1.0)
@@ -156,7 +156,7 @@ def _why_not_better(
             return f"is left out: {ledger.ruled_out[other]}"
         if ledger.tiers[other] > last_tier and verdict is not None:
             return f"is left out: {verdict.reason}"
-        if other_merit.samples_per_second < least_speed(objective, baseline_merit):
+        if other_merit.speed < least_speed(objective, baseline_merit):
             return "is slower than the baseline"
         if other not in contenders:
             return "was not confirmed: use a larger --budget to confirm it"
@@ -164,17 +164,12 @@ def _why_not_better(
 
     better: dict[Setting, tuple[float, str]] = {}
     for other, searched in ledger.measured_merits.items():
+        if other in left_out or other.as_found or any(m.was_cut for m in ledger.measurements[other]):
+            continue
         other_merit = contenders.get(other) or ledger.merits.get(other, searched)
-        ratio = _relative_cost(
-            objective, other_merit, own_merit if other in contenders else ledger.measured_merits.get(chosen, own_merit)
-        )
-        was_cut = any(m.was_cut for m in ledger.measurements[other])
-        if (
-            other not in left_out
-            and not was_cut
-            and not other.as_found
-            and ratio < (1 if other in contenders else 1 - PLATEAU)
-        ):
+        reference = own_merit if other in contenders else ledger.measured_merits.get(chosen, own_merit)
+        ratio = _relative_cost(objective, other_merit, reference)
+        if ratio < (1 if other in contenders else 1 - PLATEAU):
             better[other] = ratio, why_not(other, other_merit)
     if not better:
         return []
@@ -200,18 +195,16 @@ def warnings_and_notes(
     chosen_runs: SettingRuns,
     evidence: Evidence,
     config: AmpConfig,
-    why_uncalibrated: str | None,
     description: Description,
     search: SearchSummary,
 ) -> tuple[list[str], list[str]]:
     """Return warnings that the user should act on, the most important first, and notes.
 
-    `why_uncalibrated` is the reason that fp16's calibration gave no result, if it ran. `search` holds how the search
-    ended, and the load by other processes before it.
+    `search` holds how the search ended, and the load by other processes before it.
     """
     space = ledger.space
     load_before = None if search.load is None else machine_load.evidence([search.load])
-    numerical_warnings, numerical_notes = _numerical_warnings_and_notes(ledger, chosen_runs, evidence, why_uncalibrated)
+    numerical_warnings, numerical_notes = _numerical_warnings_and_notes(ledger, chosen_runs, evidence)
     # Load by other processes also explains processes that disagree and a changed machine: one warning is enough.
     load = machine_load.load_warnings(evidence.load) or machine_load.load_warnings(
         load_before, "search on an idle machine"
@@ -272,7 +265,7 @@ def _measurement_warnings(evidence: Evidence, *, was_interrupted: bool) -> tuple
 
 
 def _numerical_warnings_and_notes(
-    ledger: Ledger, chosen_runs: SettingRuns, evidence: Evidence, why_uncalibrated: str | None
+    ledger: Ledger, chosen_runs: SettingRuns, evidence: Evidence
 ) -> tuple[list[str], list[str]]:
     """Return warnings about numerical problems of the training run, and notes about its numerics."""
     fidelity, scale = evidence.fidelity, evidence.loss_scale
@@ -291,7 +284,8 @@ def _numerical_warnings_and_notes(
         notes.append(f"{sentence(fidelity.reason)} Search again with a learning rate above 0 to check the updates too.")
     is_calibrated_here = "calibration" in ledger.space.checks  # of a command the loss scale is the script's own
     if MODES[chosen_runs.candidate.precision].takes_scaler and scale is None and is_calibrated_here:
-        why = why_uncalibrated or "the search ended before that, or fp16 was not among the fastest settings"
+        why = loss_scales.why_uncalibrated(ledger.scales, chosen_runs.candidate)
+        why = why or "the search ended before that, or fp16 was not among the fastest settings"
         notes.append(f"The loss scale is GradScaler's default: it was not calibrated, since {sentence(why)}")
     if scale is None and num_skips and MODES[chosen_runs.candidate.precision].takes_scaler:
         warnings.append(
@@ -485,7 +479,7 @@ def _row(runs: SettingRuns, failure: Failure | None, exclusions: Sequence[Exclus
         peak_memory_bytes=max((m.peak_memory_bytes for m in measured), default=None),
         reason=reason,
         joules_per_sample=ranking.joules_per_sample(measured),
-        tokens_per_second=ranking.merit(measured).tokens_per_second if measured else None,
+        tokens_per_second=ranking.known_median(m.tokens_per_second for m in measured),
     )
 
 

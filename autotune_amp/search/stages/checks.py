@@ -6,23 +6,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
 from autotune_amp.core.outcome import Failure, Fidelity
 from autotune_amp.core.setting import Setting
-from autotune_amp.precision.modes import MODES
 from autotune_amp.search import loss_scales, ranking
 from autotune_amp.search.ledger import RIVAL_MARGIN, Ledger
-from autotune_amp.search.planner import Planner
+from autotune_amp.search.planner import MIN_TRIAL_SECONDS, Planner
 from autotune_amp.search.ranking import MIN_GAIN, SPEED_ERROR, check_key, rank
 from autotune_amp.search.space import HOPELESS_SLOWDOWN, Space
+from autotune_amp.search.stages import Stage
 from autotune_amp.search.storage.study import Study
 from autotune_amp.trial.jobs import Check, Trial
 
 NUM_PAIRS = 24  # pairs (init_scale, growth_interval) to replay for one contender, including the initial ones
-MIN_CHECK_SECONDS = 0.5
 
 LATER_MARGIN = 0.7  # share of the time for checks on trained weights to plan with: a busy machine may be slower
 # Optimizer steps before a check on trained weights. Fewer than 50 move the weights too little to test anything new.
@@ -38,10 +37,10 @@ class CheckAction(NamedTuple):
     setting: Setting
 
 
-class AccumulationCheck:
+class AccumulationCheck(Stage):
     """Stage that checks once, on the user's workload, whether accumulated gradients equal those of the whole batch."""
 
-    is_exclusive: ClassVar[bool] = True
+    is_exclusive = True
 
     def next(self, ledger: Ledger, planner: Planner) -> Check | None:
         """Return the check, or None if no setting accumulates or the check has run already."""
@@ -51,13 +50,12 @@ class AccumulationCheck:
 
 
 @dataclass
-class Checks:
+class Checks(Stage):
     """Stage that checks the fidelity of the contenders against fp32 and calibrates fp16's loss scale.
 
     With `only_winner` the runner-up is left out; otherwise it is checked if its possible gain justifies the seconds.
     """
 
-    is_exclusive: ClassVar[bool] = False
     only_winner: bool = False
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
@@ -68,26 +66,22 @@ class Checks:
 
         action = next_action(ledger, only_winner=self.only_winner, is_worth=is_worth)
         left_seconds = planner.seconds_before_confirmation(ledger)
-        needed_seconds = planner.waiting_seconds(ledger) + max(MIN_CHECK_SECONDS, planner.check_seconds(ledger))
+        needed_seconds = planner.waiting_seconds(ledger) + max(MIN_TRIAL_SECONDS, planner.check_seconds(ledger))
         if action is None or planner.budget.left() <= needed_seconds:
             return None
         if action.purpose != "search":
             return planner.check(ledger, action.purpose, action.setting)
-        return (
-            planner.trial(ledger, action.setting, left_seconds)
-            if planner.has_time_for_trial(ledger, left_seconds)
-            else None
-        )
+        has_time = planner.has_time_for_trial(ledger, left_seconds)
+        return planner.trial(ledger, action.setting, left_seconds) if has_time else None
 
 
 @dataclass
-class TrainedWeightsChecks:
+class TrainedWeightsChecks(Stage):
     """Stage that repeats the fidelity check of the winner on weights trained in fp32 for some steps.
 
     If the winner proves unfaithful, the stage `checks` checks the contenders that replace it.
     """
 
-    is_exclusive: ClassVar[bool] = False
     checks: Checks
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
@@ -108,15 +102,14 @@ class TrainedWeightsChecks:
 
 
 @dataclass
-class LossScales:
+class LossScales(Stage):
     """Stage that lets Optuna's sampler suggest loss scales for the contenders and replays them, without a job."""
 
-    is_exclusive: ClassVar[bool] = True
+    is_exclusive = True
     study: Study
 
     def next(self, ledger: Ledger, planner: Planner) -> None:
         """Let the study suggest and replay loss scales. Always return None, since a replay needs no job."""
-        self.study.catch_up(ledger)
         for contender in filter(None, (ledger.final_shortlist or ())[:2]):
             self.study.suggest_pairs(
                 contender.with_own_workers, NUM_PAIRS, lambda: planner.seconds_before_confirmation(ledger)
@@ -138,7 +131,7 @@ def next_action(
     if pinning_action is not None:
         return pinning_action
     shortlist = ledger.shortlist
-    speeds = {c: merit.speed(ledger.objective) for c, merit in ledger.measured_merits.items()}
+    speeds = {c: merit.speed for c, merit in ledger.measured_merits.items()}
     if shortlist is None:
         return None
     fastest = max(speeds[c] for c in shortlist[:2] if c is not None)
@@ -148,12 +141,7 @@ def next_action(
             continue
         is_rival = setting == shortlist.winner or speeds[setting] >= (1 - RIVAL_MARGIN) * fastest
         is_possible_winner = is_rival or not ledger.is_by_throughput  # for other objectives a slower setting may win
-        is_uncalibrated = (
-            "calibration" in ledger.space.checks
-            and MODES[setting.precision].takes_scaler
-            and is_possible_winner
-            and setting.scaling not in ledger.scales
-        )
+        is_uncalibrated = is_possible_winner and ledger.is_uncalibrated(setting)
         is_unchecked = _is_unchecked(ledger, setting)
         if setting != shortlist.winner and ledger.is_by_throughput:
             lead = speeds[setting] / speeds[shortlist.winner] - 1 + SPEED_ERROR
@@ -185,14 +173,9 @@ def next_trained_weights_check(ledger: Ledger, seconds: float) -> tuple[Setting,
             continue
         key = check_key(setting)
         fidelity = ledger.fidelity.get(key)
-        if (
-            fidelity is None
-            or fidelity.later is not None
-            or fidelity.num_steps_before
-            or not fidelity.fp32_step_seconds
-        ):
+        if fidelity is None or fidelity.later is not None or fidelity.num_steps_before:
             continue
-        if fidelity.is_equal:  # equal to fp32 bit for bit, which trained weights do not change
+        if not fidelity.fp32_step_seconds or fidelity.is_equal:  # bit for bit, which trained weights do not change
             continue
         num_steps = int((LATER_MARGIN * seconds - check_seconds[key]) / fidelity.fp32_step_seconds)
         if num_steps >= MIN_STEPS_BEFORE:
@@ -213,7 +196,7 @@ def _next_pinning_action(ledger: Ledger) -> CheckAction | None:
         if fidelity.verdict != "unfaithful" or not fidelity.healing_pins or not settings:
             continue
         # Where no trial of the precision succeeded, take the smallest batch: its failures may have been numerical.
-        speeds = {c: ledger.measured_merits[c].samples_per_second for c in settings if c in ledger.measured_merits}
+        speeds = {c: ledger.measured_merits[c].speed for c in settings if c in ledger.measured_merits}
         base = rank(speeds)[0] if speeds else min(settings, key=lambda c: c.batch_size)
         pinned = replace(base.with_own_workers, pinned_modules=fidelity.healing_pins)
         verdict = ledger.fidelity.get(check_key(pinned))
@@ -233,8 +216,7 @@ def _setting_to_pin(ledger: Ledger, fastest: float) -> Setting | None:
     settings = [
         setting
         for setting, merit in ledger.measured_merits.items()
-        if merit.speed(ledger.objective) >= (1 - RIVAL_MARGIN) * fastest
-        and loss_scales.refusal(ledger.scales, setting) is not None
+        if merit.speed >= (1 - RIVAL_MARGIN) * fastest and loss_scales.refusal(ledger.scales, setting) is not None
     ]
     tried = [r for r in ledger.records if r.purpose == "search" and not r.candidate.pinned_modules]
     for precision in dict.fromkeys(r.candidate.precision for r in tried):

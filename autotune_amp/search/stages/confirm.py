@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -19,19 +19,19 @@ from autotune_amp.search.planner import (
     CONFIRM_SECONDS,
     MAX_CONFIRM_STEPS,
     MIN_ROUNDS,
+    NUM_STEPS_FORESEEN,
     SAFETY,
     JobDefaults,
     Planner,
     ending_seconds,
 )
 from autotune_amp.search.ranking import MIN_GAIN, SPEED_ERROR, UNDECIDED_TIER, is_confirming
-from autotune_amp.search.space import SEARCH_UP
+from autotune_amp.search.space import HOPELESS_SLOWDOWN, SEARCH_UP
+from autotune_amp.search.stages import Stage
 from autotune_amp.trial.jobs import Trial
 
 MAX_ROUNDS = 20  # more than `MIN_ROUNDS` run only while a contender may or may not be faster than the baseline
 ENDING_SHARE = 0.1  # share of the budget for the workload's evaluation and checkpoint, which end a training run
-# Predicted steps of a trial of a larger batch: a first step as long as three, the warm-up, the fewest measured.
-NUM_STEPS_FORESEEN = 14
 
 
 class ConfirmationRun(NamedTuple):
@@ -42,7 +42,7 @@ class ConfirmationRun(NamedTuple):
     environment: dict[str, str]
 
 
-class ConfirmationRounds:
+class ConfirmationRounds(Stage):
     """Stage that runs the confirmation rounds, one run at a time.
 
     It runs at least `MIN_ROUNDS`, and more while it is undecided whether a contender is faster than the baseline. The
@@ -52,7 +52,7 @@ class ConfirmationRounds:
     runs those rounds wholly that lack a run, since the machine may be faster or slower by then.
     """
 
-    is_exclusive: ClassVar[bool] = True
+    is_exclusive = True
 
     def __init__(self, shortlist: Shortlist, environment: dict[str, str]) -> None:
         self._contenders = shortlist
@@ -190,16 +190,19 @@ def _purpose_of(record: Record) -> Purpose:
 
 
 def is_runner_up_worth(ledger: Ledger, planner: Planner, shortlist: Shortlist) -> bool:
-    """Whether the runner-up may be faster than the winner by enough to justify its confirmation runs."""
+    """Whether the runner-up may be better than the winner by enough to justify its confirmation runs. For memory and
+    energy it may unless it is hopelessly slower.
+    """
     winner, runner_up, _ = shortlist
-    if runner_up is None or runner_up not in ledger.possible_winners(shortlist):
-        return False
+    merits = ledger.measured_merits
+    if runner_up is None or winner not in merits:  # a winner without a measurement failed in an earlier confirmation
+        return runner_up is not None
+    ratio = merits[runner_up].speed / merits[winner].speed
     if not ledger.is_by_throughput:
-        return True
-    speeds = {c: merit.speed(ledger.objective) for c, merit in ledger.measured_merits.items()}
-    lead = speeds[runner_up] / speeds[winner] - 1 + SPEED_ERROR if winner in speeds else math.inf
+        return HOPELESS_SLOWDOWN * ratio >= 1
     num_starts = 0 if planner.job_defaults.shares_processes else planner.job_defaults.num_starts(1)
-    return lead > planner.min_gain(MIN_ROUNDS * planner.runs_seconds(ledger, [runner_up], num_starts))
+    seconds = MIN_ROUNDS * planner.runs_seconds(ledger, [runner_up], num_starts)
+    return ratio - 1 + SPEED_ERROR > planner.min_gain(seconds)
 
 
 def plan_round(
@@ -217,10 +220,8 @@ def plan_round(
     so that a drift of the machine's speed affects all settings alike. In the first round the winner also runs once in
     the user's own environment, unless it is the baseline, which always does.
     """
-    winner, baseline = (
-        ConfirmationRun(shortlist.winner, "confirm", environment),
-        ConfirmationRun(shortlist.baseline, "confirm", {}),
-    )
+    winner = ConfirmationRun(shortlist.winner, "confirm", environment)
+    baseline = ConfirmationRun(shortlist.baseline, "confirm", {})
     without_runner_up = [winner] if winner == baseline else [winner, baseline]
     all_runs = without_runner_up
     if shortlist.runner_up is not None:
@@ -251,13 +252,13 @@ def _confirming_trial(
 
 
 @dataclass
-class OneRankTrial:
+class OneRankTrial(Stage):
     """Stage that measures the winner on a single rank, to show the cost of exchanging gradients.
 
     It runs only if the remaining time is enough for `num_others` further runs of that length.
     """
 
-    is_exclusive: ClassVar[bool] = True
+    is_exclusive = True
     environment: dict[str, str]
     num_others: int
 
@@ -281,7 +282,7 @@ class OneRankTrial:
 
 
 @dataclass
-class LargerBatchTrials:
+class LargerBatchTrials(Stage):
     """Stage that doubles the effective batch size, without accumulation unless that of the workload is fixed, until
     memory or time runs out or a batch is no faster.
 
@@ -289,7 +290,7 @@ class LargerBatchTrials:
     effective batch size needs another learning rate.
     """
 
-    is_exclusive: ClassVar[bool] = True
+    is_exclusive = True
     environment: dict[str, str]
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
@@ -300,7 +301,7 @@ class LargerBatchTrials:
         if setting is None:
             return None
         left_seconds = planner.extra_seconds(planner.budget.left(), used_seconds)
-        num_samples = NUM_STEPS_FORESEEN * setting.effective_batch_size * description.num_batches
+        num_samples = sum(NUM_STEPS_FORESEEN) * setting.effective_batch_size * description.num_batches
         seconds = CONFIRM_SECONDS + num_samples / max(ledger.speeds.values())
         if left_seconds < SAFETY * (planner.start_seconds(ledger) + seconds):
             return None

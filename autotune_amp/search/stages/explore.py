@@ -7,11 +7,9 @@ The next trial depends only on the outcomes so far, so a resumed search continue
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import ClassVar
 
 from msgspec.structs import replace
 
@@ -24,8 +22,8 @@ from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import JobDefaults, Planner, num_timed_passes
 from autotune_amp.search.progress import Progress
 from autotune_amp.search.ranking import is_limited_by_data, throughput
-from autotune_amp.search.run import Stage
 from autotune_amp.search.space import excluded_by_outcomes, is_hopelessly_slow, without_excluded
+from autotune_amp.search.stages import Stage
 from autotune_amp.search.stages.checks import AccumulationCheck, Checks
 from autotune_amp.search.stages.throughput_model import ThroughputModel
 from autotune_amp.trial.jobs import Trial
@@ -38,55 +36,38 @@ BYTES_PER_PARAMETER = 4
 MEMORY_MARGIN = 1.1
 
 
-class _ExplorationStage(ABC):
-    """Base class of stages that try settings until none is promising, or until time or trials are used up."""
-
-    is_exclusive: ClassVar[bool] = False
-
-    def next(self, ledger: Ledger, planner: Planner) -> Trial | None:
-        """Return the trial to run next, or None."""
-        left_seconds = self._seconds_left(ledger, planner)
-        setting = self.next_setting(ledger, planner, left_seconds)
-        return None if setting is None else planner.trial(ledger, setting, left_seconds)
-
-    def next_setting(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
-        """Return the setting to try next, or None if there is none or no time for a trial."""
-        return self._next(ledger, planner, left_seconds) if planner.has_time_for_trial(ledger, left_seconds) else None
-
-    def _seconds_left(self, ledger: Ledger, planner: Planner) -> float:
-        return planner.exploration_seconds(ledger)
-
-    @abstractmethod
-    def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
-        """Return the setting to try next, or None if this stage has nothing to try in `left_seconds`."""
-
-
-class SeedSettings(_ExplorationStage):
+class SeedSettings(Stage):
     """Stage that measures the baseline, the best setting of an earlier search for the same code, and every precision at
     the baseline's batch size.
 
     It may use all the remaining time, since a precision that was not compared cannot be recommended.
     """
 
-    def _seconds_left(self, ledger: Ledger, planner: Planner) -> float:  # noqa: ARG002 - the whole budget may be used
-        return planner.budget.left()
+    def next(self, ledger: Ledger, planner: Planner) -> Trial | None:  # noqa: D102 - see Stage
+        left_seconds = planner.budget.left()
+        setting = self.next_setting(ledger, planner, left_seconds)
+        return None if setting is None else planner.trial(ledger, setting, left_seconds)
 
-    def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:  # noqa: ARG002
-        return untried_seed(ledger, planner.job_defaults)
+    def next_setting(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:  # noqa: D102
+        has_time = planner.has_time_for_trial(ledger, left_seconds)
+        return untried_seed(ledger, planner.job_defaults) if has_time else None
 
 
-class PromisingSettings(_ExplorationStage):
+class PromisingSettings(Stage):
     """Stage that tries the setting with the most expected gain per second by the throughput model.
 
     While every trial has failed, it tries the smallest batch instead, and for the objective memory the next smaller
     batch of the setting with the lowest peak.
     """
 
-    def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
+    def next_setting(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:  # noqa: D102
+        if not planner.has_time_for_trial(ledger, left_seconds):
+            return None
         job_defaults = planner.job_defaults
+        num_workers = job_defaults.description.num_workers
+        has_cpus_left = num_workers is not None and num_workers < job_defaults.num_cpus
         # More loader workers may end the wait for data; until that is tried, compare throughputs without the wait.
-        is_waiting_for_data = job_defaults.has_cpus_for_more_workers and is_limited_by_data(ledger.records)
-        all_throughputs = ledger.throughputs(without_waiting=is_waiting_for_data)
+        all_throughputs = ledger.throughputs(without_waiting=has_cpus_left and is_limited_by_data(ledger.records))
         throughputs = {
             c: values
             for c, values in all_throughputs.items()
@@ -194,16 +175,12 @@ def next_promising(
     num_tried = Counter(r.candidate for r in ledger.records if r.purpose == "search")
 
     def seconds(setting: Setting) -> float:
-        """Return the predicted seconds of a trial, with its compilation."""
-        compiling = 0.0
-        if setting.is_compiled:
-            compile_times = [m.first_step_seconds for m in ledger.measurements.get(setting, ())]
-            compiling = max(compile_times, default=planner.compile_seconds(ledger))
+        """Return the predicted seconds of a trial."""
         # For energy the model's throughput is not samples per second, and without the wait for data it is too high.
         predicted = math.inf if ledger.objective == "energy" else throughput_model.throughput(setting)
         speed = min(fastest, predicted / tokens_per_sample)
         num_samples = setting.batch_size * num_timed_passes(setting) * planner.job_defaults.description.num_batches
-        return compiling + planner.trial_seconds(ledger, num_samples / speed)
+        return planner.trial_seconds(ledger, setting, num_samples / speed)
 
     def may_run(setting: Setting) -> bool:
         if (setting in ledger.measurements) != (setting in ledger.actual.measurements):
@@ -231,11 +208,8 @@ def share_building(backend: Backend, planner: Planner, ledger: Ledger, progress:
         return
     if untried_seed(ledger, job_defaults) is not None:
         return
-    left_seconds, building, context = (
-        planner.exploration_seconds(ledger),
-        last_built.build_seconds,
-        last_built.context_seconds,
-    )
+    left_seconds = planner.exploration_seconds(ledger)
+    building, context = last_built.build_seconds, last_built.context_seconds
     if not planner.has_time_for_trial(ledger, left_seconds):
         return
     other_seconds = last_built.first_step_seconds + last_built.num_steps * last_built.step_seconds

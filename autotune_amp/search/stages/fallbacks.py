@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from statistics import median
-from typing import ClassVar
 
 from msgspec.structs import replace
 
@@ -17,21 +16,20 @@ from autotune_amp.precision.modes import MODES
 from autotune_amp.search import ranking
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
+from autotune_amp.search.stages import Stage
 from autotune_amp.search.stages.confirm import is_runner_up_worth
 from autotune_amp.trial.jobs import MEASURE_SECONDS, Check, Trial
 
 MAX_FALLBACK_TRIES = 3
 
 
-class Fallbacks:
+class Fallbacks(Stage):
     """Stage that measures a plan for each safer precision, at the effective batch size of each contender.
 
     Both contenders are covered, since the confirmation may reverse their order. On OOM the batch size is halved and the
     accumulation steps doubled, if accumulation is allowed. Measured settings are not repeated. A precision that a check
     found unfaithful is never a fallback.
     """
-
-    is_exclusive: ClassVar[bool] = False
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:
         """Return the trial of an unmeasured plan, or the accumulation check that it depends on, or None."""
@@ -114,7 +112,7 @@ def fallback_plans(
     """
     failed, counted = ranking.failures(records), ranking.without_lost_rounds(records)
     measured = _measurements_by_setting(counted)
-    speeds = {c: _speed(measurements) for c, measurements in measured.items()}
+    speeds = {c: median(m.samples_per_second for m in measurements) for c, measurements in measured.items()}
     compatible = [
         c
         for c in measured
@@ -143,13 +141,7 @@ def fallback_plans(
 def _measurements_by_setting(records: Iterable[Record]) -> dict[Setting, list[Measurement]]:
     measurements: dict[Setting, list[Measurement]] = {}
     for record in records:
-        if isinstance(record.outcome, Measurement) and record.purpose not in (
-            "plain",
-            "one_rank",
-        ):  # measured under other conditions
+        has_other_conditions = record.purpose in ("plain", "one_rank")
+        if isinstance(record.outcome, Measurement) and not has_other_conditions:
             measurements.setdefault(record.candidate, []).append(record.outcome)
     return measurements
-
-
-def _speed(measurements: Sequence[Measurement]) -> float:
-    return median(m.samples_per_second for m in measurements)

@@ -1,4 +1,5 @@
-"""Predicted results of running jobs, by which stages decide about the next job on another slot. Pure.
+"""Predicted results of running jobs, by which stages decide about the next job on another slot or about the trials
+whose processes load at the same time. Pure.
 
 The throughput model's prediction takes the place of a measurement, so that the next trial is the most valuable one in
 addition to those that are running ("kriging believer": Ginsbourger, Le Riche, Carraro, 2010, Kriging Is Well-Suited to
@@ -7,6 +8,7 @@ Parallelize Optimization).
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -16,15 +18,19 @@ from autotune_amp.core.outcome import Fidelity, Measurement, Record
 from autotune_amp.core.setting import Setting
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.loss_scales import MissingCalibration
+from autotune_amp.search.planner import Planner
 from autotune_amp.search.ranking import BEFORE_CONFIRMATION
+from autotune_amp.search.stages import SearchJob, Stage
+from autotune_amp.search.stages.confirm import ConfirmationRounds
 from autotune_amp.search.stages.throughput_model import ThroughputModel
 from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.step_profile.breakdown import ProfileJob
 
 EXPECTED = 0  # number of a predicted record; numbers of real ones begin at 1
+LOADING_STARTS = 2.0  # time for so many starts alone is needed to load several processes together
 
 
-def ledger_with_predicted(ledger: Ledger, pending: Sequence[Trial | Check | ProfileJob]) -> Ledger | None:
+def ledger_with_predicted(ledger: Ledger, pending: Sequence[SearchJob]) -> Ledger | None:
     """Return the ledger with the expected results of the `pending` jobs, or None if the next decision needs real ones.
 
     A precision is expected to be faithful, and a setting to be as fast as the throughput model predicts. Before any
@@ -52,6 +58,32 @@ def ledger_with_predicted(ledger: Ledger, pending: Sequence[Trial | Check | Prof
         c.candidate.scaling: MissingCalibration("it is being calibrated") for c in checks if c.what == "calibration"
     }
     return ledger.with_predicted(records, scales) if records or scales else ledger
+
+
+def foreseen_trials(stages: Sequence[Stage], ledger: Ledger, planner: Planner, job: SearchJob) -> list[Trial]:
+    """Return the trials that follow `job`, the next one of these stages, if it and they end as expected: as many as can
+    load together with it.
+
+    Some may never run, since the outcomes decide.
+    """
+    num_together = planner.job_defaults.num_together
+    if num_together == 1 or not isinstance(job, Trial):
+        return []
+    if job.deadline_seconds is not None and job.deadline_seconds < LOADING_STARTS * planner.start_seconds(ledger):
+        return []
+    if stages and isinstance(stages[0], ConfirmationRounds):
+        return stages[0].foreseen_trials(ledger, planner)
+    planner = copy.copy(planner)  # what it fixes at its first call is not fixed by what is only expected
+    trials = [job]
+    for stage in stages:
+        while len(trials) < num_together:
+            expected = ledger_with_predicted(ledger, trials) if ledger.measurements else None
+            left_seconds = planner.exploration_seconds(ledger)
+            setting = None if expected is None else stage.next_setting(expected, planner, left_seconds)
+            if setting is None or any(setting == trial.candidate for trial in trials):
+                break
+            trials.append(planner.trial(ledger, setting, left_seconds))
+    return trials[1:]
 
 
 def _expected_record(job: Trial | Check, outcome: Measurement | Fidelity) -> Record:

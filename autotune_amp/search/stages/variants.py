@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -22,16 +22,11 @@ from autotune_amp.dimensions.argument import Argument, arguments_of
 from autotune_amp.dimensions.dimension import Dimension, Leader
 from autotune_amp.search.ledger import Ledger
 from autotune_amp.search.planner import Planner
-from autotune_amp.search.ranking import (
-    MIN_GAIN,
-    check_key,
-    needs_check,
-    token_ratio,
-)
+from autotune_amp.search.ranking import MIN_GAIN, check_key, needs_check, throughput
+from autotune_amp.search.stages import SearchJob, Stage
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import next_promising
 from autotune_amp.search.stages.throughput_model import PRECISION_DEVIATION, VALUE_DEVIATION
-from autotune_amp.trial.jobs import Check, Trial
 from autotune_amp.trial.step_profile.breakdown import ProfileJob, break_down, max_speedups
 
 PROFILE_SHARE = 0.05  # share of the remaining time that a profile of the winner may take
@@ -46,40 +41,32 @@ _GAINED = 1 / math.sqrt(2 * math.pi)
 
 
 @dataclass
-class Variants:
+class Variants(Stage):
     """Stage that tries values of further dimensions on the leader, and then checks the leader's fidelity.
 
     The check comes last, since each value may change the numerics. A profile of the leader's step comes first if it is
     short: it shows which dimensions can gain most.
     """
 
-    is_exclusive: ClassVar[bool] = False
     checks: Checks
 
-    def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | ProfileJob | None:
+    def next(self, ledger: Ledger, planner: Planner) -> SearchJob | None:
         """Return the profile, else the next trial, else the next check, or None."""
         left_seconds, leader = planner.exploration_seconds(ledger), setting_to_profile(ledger)
-        profile_seconds = math.inf if leader is None else self._profile_seconds(ledger, planner, leader)
-        if leader is not None and profile_seconds < PROFILE_SHARE * left_seconds:
-            trial = planner.job_defaults.trial(ledger, leader)
-            seconds = PROFILE_PATIENCE * profile_seconds
-            return ProfileJob(device=trial.device, trial=trial, deadline_seconds=seconds)
-        setting = self.next_setting(ledger, planner, left_seconds)
-        if setting is None:
-            return self.checks.next(ledger, planner)
-        return planner.trial(ledger, setting, left_seconds)
+        if leader is not None:
+            step_seconds = min(m.step_seconds for m in ledger.measurements[leader])
+            seconds = TRACE_SECONDS + planner.setup_seconds(ledger) + NUM_STEPS_FORESEEN * step_seconds
+            if seconds < PROFILE_SHARE * left_seconds:
+                trial = planner.job_defaults.trial(ledger, leader)
+                return ProfileJob(device=trial.device, trial=trial, deadline_seconds=PROFILE_PATIENCE * seconds)
+        return super().next(ledger, planner) or self.checks.next(ledger, planner)
 
     def next_setting(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
-        """Return the setting to try next, or None if there is none or no time for a trial."""
-        return self._next(ledger, planner, left_seconds) if planner.has_time_for_trial(ledger, left_seconds) else None
-
-    def _profile_seconds(self, ledger: Ledger, planner: Planner, leader: Setting) -> float:
-        """Return the predicted seconds of a profile of the leader's step."""
-        step_seconds = min(m.step_seconds for m in ledger.measurements[leader])
-        return TRACE_SECONDS + planner.setup_seconds(ledger) + NUM_STEPS_FORESEEN * step_seconds
-
-    def _next(self, ledger: Ledger, planner: Planner, left_seconds: float) -> Setting | None:
-        """Return the leader with another value, else a setting to measure again or at a neighbouring batch, or None."""
+        """Return the leader with another value, else a setting to measure again or at a neighbouring batch, or None if
+        there is none or no time for a trial.
+        """
+        if not planner.has_time_for_trial(ledger, left_seconds):
+            return None
         setting = next_setting(ledger, lambda c: is_worth_trying(ledger, planner, c))
         if setting is not None and setting.is_compiled and ledger is not ledger.actual:
             return None  # compiling takes tens of seconds: wait until all running jobs have ended
@@ -173,9 +160,7 @@ def is_worth_trying(ledger: Ledger, planner: Planner, setting: Setting) -> bool:
     gain = min(
         _GAINED * (PRECISION_DEVIATION if setting.precision != leader.precision else VALUE_DEVIATION), max_speedup - 1
     )
-    seconds = planner.trial_seconds(ledger, min(m.step_seconds for m in ledger.measurements[leader]))
-    if setting.is_compiled:
-        seconds += planner.compile_seconds(ledger)
+    seconds = planner.trial_seconds(ledger, setting, min(m.step_seconds for m in ledger.measurements[leader]))
     if needs_check(setting, ledger.space) and check_key(setting) not in ledger.fidelity:
         seconds += planner.check_seconds(ledger)
     return gain > planner.min_gain(seconds)
@@ -220,7 +205,7 @@ def _leader(ledger: Ledger) -> Setting | None:
         ledger.measured_merits.get(c) if c is not None else None for c in (shortlist.baseline, leader)
     )
     if ledger.is_by_throughput and baseline_merit is not None and leader_merit is not None:
-        is_hopeless = MAX_SPEEDUP * leader_merit.speed(ledger.objective) < baseline_merit.speed(ledger.objective)
+        is_hopeless = MAX_SPEEDUP * leader_merit.speed < baseline_merit.speed
         return None if is_hopeless else leader
     return leader
 
@@ -264,7 +249,7 @@ def _is_faster(ledger: Ledger, dimension: Dimension[Any], value: Any, other: Any
     merits = ledger.measured_merits
     pairs = [(r.candidate, dimension.write(r.candidate, other)) for r in ledger.trials]
     return any(
-        merits[c].speed(ledger.objective) > (1 + MIN_GAIN) * merits[rival].speed(ledger.objective)
+        merits[c].speed > (1 + MIN_GAIN) * merits[rival].speed
         for c, rival in pairs
         if dimension.read(c) == value and c in merits and rival in merits
     )
@@ -384,7 +369,9 @@ def _row(
     (low, high), (base_low, base_high) = (
         _per_sample(r, m) for r, m in ((record.candidate, outcome), (reference, reference_measurement))
     )
-    ratio = token_ratio(outcome, reference_measurement) if ledger.objective == "tokens" else 1.0
+    speedup = throughput(ledger.objective, outcome) / throughput(ledger.objective, reference_measurement)
+    # Of the tokens in a sample, if the objective compares tokens, else 1.
+    ratio = speedup * reference_measurement.samples_per_second / outcome.samples_per_second
     verdict = ledger.fidelity.get(check_key(record.candidate))
     is_equal = "numerics" not in dimension.affects or (verdict is not None and verdict.is_equal)
     if isinstance(dimension, Argument) and _is_without_effect(outcome, reference_measurement, is_equal=is_equal):
@@ -392,7 +379,7 @@ def _row(
     return replace(
         row,
         beside=str(reference),
-        speedup=ratio * outcome.samples_per_second / reference_measurement.samples_per_second,
+        speedup=speedup,
         speedup_interval=(ratio * base_low / high, ratio * base_high / low),
         memory_change_bytes=outcome.peak_memory_bytes - reference_measurement.peak_memory_bytes,
     )

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import ClassVar
 
 from msgspec.structs import replace
 
@@ -24,6 +23,7 @@ from autotune_amp.search.ranking import (
     speed_without_wait,
     throughput,
 )
+from autotune_amp.search.stages import Stage
 from autotune_amp.search.stages.checks import Checks
 from autotune_amp.search.stages.explore import is_ordinary_apart_from_pins, next_promising, untried_promising_settings
 from autotune_amp.trial.jobs import Check, Trial
@@ -33,13 +33,12 @@ HANDOVER_SECONDS = 1e-3  # time to pass a batch from a worker process: workers c
 
 
 @dataclass
-class LoaderWorkers:
+class LoaderWorkers(Stage):
     """Stage that raises the number of loader workers while that shortens the wait for data, and checks the new leader.
 
     Once steps hardly wait, batch sizes that were compared only by estimates without the wait are explored again.
     """
 
-    is_exclusive: ClassVar[bool] = False
     checks: Checks
 
     def next(self, ledger: Ledger, planner: Planner) -> Trial | Check | None:

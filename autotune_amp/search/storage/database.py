@@ -155,12 +155,8 @@ def study_error(storage: str | Path, error: Exception) -> StudyError:
         next_step = "Check that its folder is writable and has space; move a damaged file away."
     else:
         next_step = "Check that it exists and is writable, or leave --storage out to use a file in the study's folder."
-        password = re.search(r"(?:^|://)[^:/@]*:(?!//)(.+)@", storage)
-        for secret in re.findall(r"[?&](?:ssl)?password=([^&]+)", storage):
-            storage, description = (
-                storage.replace(f"password={secret}", "password=***"),
-                description.replace(secret, "***"),
-            )
-        if password is not None:
-            storage, description = storage.replace(f":{password[1]}@", ":***@"), description.replace(password[1], "***")
+        secrets = re.findall(r"[?&](?:ssl)?password=([^&]+)", storage)
+        for secret in (*secrets, *re.findall(r"(?:^|://)[^:/@]*:(?!//)(.+)@", storage)):
+            storage = storage.replace(f"password={secret}", "password=***").replace(f":{secret}@", ":***@")
+            description = description.replace(secret, "***")
     return StudyError(f"The storage {storage} cannot be used: {description}.", next_step)

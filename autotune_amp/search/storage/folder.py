@@ -173,5 +173,7 @@ class StudyFolder:
             recommendation = msgspec.structs.replace(recommendation, command=command)
             for path, text in files.items():
                 write_atomically(Path(path), text)
+        fingerprint = msgspec.structs.replace(recommendation.fingerprint, files={})
+        recommendation = msgspec.structs.replace(recommendation, fingerprint=fingerprint)
         recommendation.save(self.recommendation_path)
         return recommendation

@@ -136,8 +136,9 @@ class Study:
                 self._note("The study's storage can be reached again.")
         for record in ledger.records:
             setting, outcome = record.candidate, record.outcome
-            is_due = record.purpose == "search" and record.number not in self._numbers
-            if is_due and self._is_legal(setting) and (is_over or not ledger.awaits_calibration(setting)):
+            is_legal = msgspec.structs.replace(setting.without_variants, pinned_modules=()) in self._legal
+            is_due = record.purpose == "search" and record.number not in self._numbers and is_legal
+            if is_due and (is_over or not ledger.awaits_calibration(setting)):
                 assert isinstance(outcome, (Measurement, Failure)), "a check is not a trial"
                 takes_scaler = MODES[setting.precision].takes_scaler
                 self._add(self._trial(setting, outcome, _DEFAULT_PAIR if takes_scaler else {}, record))
@@ -257,10 +258,6 @@ class Study:
         with self._surviving_failure():
             if self.is_reachable:
                 self._study.add_trial(trial)
-
-    def _is_legal(self, setting: Setting) -> bool:
-        """Whether a setting is in the space, apart from pinned modules and further dimensions except workers."""
-        return msgspec.structs.replace(setting.without_variants, pinned_modules=()) in self._legal
 
 
 def _pair(parameters: dict[str, Any]) -> Pair:
