@@ -54,10 +54,10 @@ _SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
 
 
 class SearchEvents:
-    """Events of a search so far, from its file: for clients, and as phase, number of trials and best so far."""
+    """Events so far of one repetition of a search, from its file: for clients, and as phase, trials and best so far."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, repetition: int) -> None:
+        self.path, self.repetition = path, repetition
         self.lines: list[bytes] = []  # server-sent events
         self.phase: str | None = None
         self.num_trials = 0
@@ -82,12 +82,12 @@ class SearchEvents:
             self.num_trials += 1
         elif kind == "best":
             self.best = {name: value for name, value in event.items() if name not in ("event", "time")}
-        self.lines.append(server_sent_event(kind, line, len(self.lines)))
+        self.lines.append(server_sent_event(kind, line, f"{self.repetition}-{len(self.lines)}"))
 
 
-def server_sent_event(kind: str, data: bytes, number: int | None = None) -> bytes:
-    """Return an event in the format of `text/event-stream`, with its number as ID if given. `data` is on one line."""
-    id_line = b"" if number is None else b"id: %d\n" % number
+def server_sent_event(kind: str, data: bytes, id_: str | None = None) -> bytes:
+    """Return an event in the format of `text/event-stream`, with its ID if given. `data` is on one line."""
+    id_line = b"" if id_ is None else b"id: %s\n" % id_.encode()
     return b"%sevent: %s\ndata: %s\n\n" % (id_line, kind.encode(), data)
 
 
@@ -214,13 +214,16 @@ class SearchThread(threading.Thread):
         return msgspec.json.encode(fields)
 
     def events(self, search: Search) -> SearchEvents:
-        """Return the events of a search: in memory while it runs, from its file when it is over."""
+        """Return the newest events of a search: in memory while it runs, from its file when it is over."""
         running = self._events.get(search.id)
         if running is not None:
             return running
-        events = SearchEvents(self._files / f"{search.id}.events.jsonl")
-        if search.state != "queued":
-            events.read()
+        repetitions = self._repetitions(search.id)
+        if search.state == "queued" or not repetitions:
+            return SearchEvents(self._events_path(search.id, search.repetition), search.repetition)
+        newest = max(repetitions)
+        events = SearchEvents(repetitions[newest], newest)
+        events.read()
         return events
 
     def _recommendation(self, search: Search) -> object:
@@ -310,9 +313,13 @@ class SearchThread(threading.Thread):
         """Return the file with what the process of a search has printed."""
         return self._files / f"{id_}.out"
 
-    def _events_before(self, id_: str) -> Path:
-        """Return the file with the events of a search from before it was asked for again."""
-        return self._files / f"{id_}.events.before"
+    def _events_path(self, id_: str, repetition: int) -> Path:
+        """Return the file for the events of one repetition of a search."""
+        return self._files / f"{id_}.{repetition}.events.jsonl"
+
+    def _repetitions(self, id_: str) -> dict[int, Path]:
+        """Return the existing files of the events of a search, by repetition."""
+        return {int(path.name.split(".")[1]): path for path in self._files.glob(f"{id_}.*.events.jsonl")}
 
     def _result(self, id_: str) -> Path:
         """Return the file with the recommendation of a search that was done."""
@@ -369,10 +376,8 @@ class SearchThread(threading.Thread):
 
     def _start_search(self, search: Search, target: Target, options: SearchOptions) -> None:
         visible_gpus = _visible_gpus(target)
-        events = SearchEvents(self._files / f"{search.id}.events.jsonl")
-        if search.started is None or search.ended is not None:
-            with contextlib.suppress(FileNotFoundError):
-                events.path.replace(self._events_before(search.id))
+        repetition = search.repetition + (search.started is None or search.ended is not None)
+        events = SearchEvents(self._events_path(search.id, repetition), repetition)
         events.read()  # of the search that goes on
         events.phase = None
         study = study_name(search.target, target, options)
@@ -382,7 +387,9 @@ class SearchThread(threading.Thread):
         self._running[search.id] = _Process(arguments, target.folder, self._output(search.id), visible_gpus)
         self._events[search.id] = events
         self._interrupt_at[search.id] = time.monotonic() + options.budget_seconds + _LATE_SECONDS
-        self.queue.change(search.id, state="running", started=time.time(), ended=None, error=None)
+        self.queue.change(
+            search.id, state="running", repetition=repetition, started=time.time(), ended=None, error=None
+        )
 
     def _follow(self) -> None:
         """Read new events, interrupt what hangs or nobody waits for, and save how ended ones ended."""
@@ -398,7 +405,7 @@ class SearchThread(threading.Thread):
                 del self._running[id_]
                 process.close()
                 self._finish(self.queue.searches[id_], code, process)  # somebody may have joined meanwhile
-                del self._events[id_]
+                self._events.pop(id_, None)
             elif not search.callers or time.monotonic() > self._interrupt_at[id_]:
                 process.interrupt()
         if self._probing is not None:
@@ -446,12 +453,10 @@ class SearchThread(threading.Thread):
             self._end(search, "failed", error=words)
 
     def _end(self, search: Search, state: State, **changes: Any) -> None:
-        """Save that a search is over. If it made no trial, its events are those from before it was asked for again."""
-        events, before = self._events[search.id], self._events_before(search.id)
-        if not events.num_trials and before.exists():
-            before.replace(events.path)
-            self._events[search.id] = events = SearchEvents(events.path)
-            events.read()
+        """Save that a search is over, and keep the events of one repetition: of the newest that made a trial."""
+        has_trial = self._events.pop(search.id).num_trials > 0
+        for _, path in sorted(self._repetitions(search.id).items(), reverse=has_trial)[1:]:
+            path.unlink()
         self.queue.change(search.id, state=state, ended=time.time(), **changes)
 
 

@@ -351,7 +351,7 @@ def test_a_finished_recommendation_stays_where_a_second_request(
 
 @pytest.mark.parametrize("has_trial", [False, True])
 def test_the_events_of_a_finished_search_stay_until_a_trial_of_its_repetition(
-    has_trial: bool, make: Callable[..., Service]
+    has_trial: bool, make: Callable[..., Service], tmp_path: Path
 ) -> None:
     service = make(mlp="cpu")
     id_ = service.ask("mlp")
@@ -366,6 +366,7 @@ def test_the_events_of_a_finished_search_stay_until_a_trial_of_its_repetition(
         service.until(lambda: service.search(id_).state == "done")
         found = service.document(id_)
         assert (found["num_trials"], found["best"]["setting"]) == (1, setting if has_trial else "one")
+        assert len(list(tmp_path.glob("searches/*.events.jsonl"))) == 1
         service.ask("mlp")
 
 
@@ -537,7 +538,7 @@ def test_options_are_those_of_the_target_at_most() -> None:
 
 
 def test_events_are_read_as_they_are_written(tmp_path: Path) -> None:
-    events = SearchEvents(tmp_path / "events.jsonl")
+    events = SearchEvents(tmp_path / "events.jsonl", 3)
     events.read()
     assert events.lines == []
     with events.path.open("w") as file:
@@ -547,4 +548,4 @@ def test_events_are_read_as_they_are_written(tmp_path: Path) -> None:
         print('te"}\nhalf{\n[1]\n{"event": "phase", "text": "two"}', file=file, flush=True)
         events.read()
     assert (events.phase, len(events.lines)) == ("two", 3)
-    assert events.lines[2] == b'id: 2\nevent: phase\ndata: {"event": "phase", "text": "two"}\n\n'
+    assert events.lines[2] == b'id: 3-2\nevent: phase\ndata: {"event": "phase", "text": "two"}\n\n'
