@@ -355,7 +355,7 @@ class LocalBackend(WorkloadBackend):
         assert self._process is not None
         is_forked = self.isolation == "forked"
         try:
-            value = self._process.wait(until, job.deadlines, ends_with_exit=is_forked, beside=self._standby)
+            value = self._process.wait(until, job.deadlines, ends_with_exit=is_forked, beside=self._standby.processes)
         except AutotuneAmpError:
             self.close()
             raise
