@@ -184,6 +184,7 @@ class Server:
         if sys.platform == "linux":
             # Spawned loader workers could not unpickle classes of the user's __main__, which is only a copy here.
             multiprocessing.set_start_method("fork", force=True)
+        packing.definition_of.cache_clear()  # global variables that it holds may have changed since the last job
         typed_job = find_job(kind, job)
         self._context.is_kept = not (self._is_template or typed_job.is_alone)
         if not typed_job.builds_first:
