@@ -450,10 +450,6 @@ def _within(seconds: float, load: Callable[[float], Value]) -> Value:
         ) from None
 
 
-def _too_slow(seconds: float) -> str:
-    return f"the workload takes more than {duration(seconds)} to load"
-
-
 class LocalHandle(Generic[ResultType]):
     """Handle of a job in a process of this host. After a failure it runs the job that `Job.after` returns instead."""
 
@@ -488,7 +484,8 @@ class LocalHandle(Generic[ResultType]):
                 except AutotuneAmpError as error:
                     problem = error
             if isinstance(problem, Failure) and problem.is_loading:
-                problem = replace(problem, message=_too_slow(self._job.loading_seconds or 0.0))
+                limit = duration(self._job.loading_seconds or 0.0)
+                problem = replace(problem, message=f"the workload takes more than {limit} to load")
             next_result = self._job.after(problem, so_far)
             if not isinstance(next_result, Job):
                 return next_result
