@@ -12,7 +12,6 @@ from autotune_amp.core.errors import AutotuneAmpError
 from autotune_amp.core.outcome import Failure
 from autotune_amp.hardware import host
 from autotune_amp.processes.process import Process, ProcessEndedError, Watcher
-from autotune_amp.trial.memory import can_be_limited
 
 MIN_CORES = 4  # with fewer, loading beside another process would slow it down
 MEMORY_FACTOR = 2.0  # a standby process needs this times the memory of the first: loading may take more for a moment
@@ -64,8 +63,6 @@ class Standby:
             if not process.is_alive():
                 self._end(process)
         self._environment = environment
-        if command.get("device") != "cpu" and not can_be_limited(environment):
-            return  # it would take memory from the running trial
         missing = min(number, MAX_PROCESSES) - len(self._is_loaded)
         for _ in range(min(missing, self._num_fitting(beside)) if missing > 0 else 0):
             process = Process("kept", environment, Watcher())

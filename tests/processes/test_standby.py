@@ -439,15 +439,14 @@ def test_there_is_room_with_four_cores_and_twice_the_memory(
     assert standby.room_for(100) == number
 
 
-@pytest.mark.parametrize(("device", "is_started"), [("cpu", True), ("cuda:0", False)])
-def test_none_stands_by_on_a_gpu_whose_memory_it_could_not_be_kept_from(
-    monkeypatch: pytest.MonkeyPatch, device: str, *, is_started: bool
-) -> None:
-    monkeypatch.setattr(standby, "Process", Mock())
-    found = Standby(room_for=lambda _: 2)
-    variables = {"PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.8"}
-    found.begin(Mock(pid=os.getpid()), variables, {"device": device}, b"")
-    assert bool(found.processes) == is_started
+@pytest.mark.parametrize(("device", "may_stand_by"), [("cpu", True), ("cuda:0", False)])
+def test_none_stands_by_on_a_gpu_whose_memory_it_could_not_be_kept_from(device: str, *, may_stand_by: bool) -> None:
+    standby, variables = Mock(), {"PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.8"}
+    backend = LocalBackend(Payload(target=None, path=()), "kept", Watcher(), variables, standby=standby)
+    backend._device, backend._process = device, Mock()
+    assert "load_together" not in backend.abilities
+    backend._begin_standby(Mock(), Trial(candidate=Setting(precision="bf16", batch_size=4), device=device), 1)
+    assert standby.begin.called == may_stand_by
 
 
 def test_one_that_stands_by_takes_little_of_the_gpus_memory_until_it_takes_over(
