@@ -138,8 +138,9 @@ class ReferencePass(NamedTuple):
 
 
 def least_host_bytes(subject: CheckInputs) -> int:
-    """Return the host memory in bytes that a check takes at least: the first weights of its models, and for each trained
-    weight the errors of two batches and the sum of their gradients.
+    """Return the host memory in bytes that a check takes at least.
+
+    That is a copy of its models, and for each trained weight the errors of two batches and the sum of their gradients.
     """
     models = dict.fromkeys((subject.model, (subject.reference or subject).model))
     values = [value for model in models for value in (*model.parameters(), *model.buffers())]

@@ -157,7 +157,7 @@ class Process:
 
         The process has to be ready for its job before `until`, a time on the monotonic clock; then the job's
         `deadlines` apply. With `ends_with_exit` the answer comes from a template's child: wait for its exit too.
-        Those in `beside` are paused while the process takes steps; they continue in a long step, which may wait for them.
+        Those in `beside` are paused while the process takes steps, but not during a long step, which may wait for them.
         """
         answer: Result | RequestFailure | RequestError | None = None
         so_far: Any = None

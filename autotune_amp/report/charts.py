@@ -359,6 +359,7 @@ def _row_hover(row: CandidateRow) -> str:
 
 # --- the search over time -----------------------------------------------------------------------------------------
 
+
 class Span(NamedTuple):
     """Record of a trial or check with its end, in seconds of measuring since the search began."""
 
