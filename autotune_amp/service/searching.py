@@ -212,12 +212,12 @@ class SearchThread(threading.Thread):
         running = self._events.get(search.id)
         if running is not None:
             return running
-        repetitions = self._repetitions(search.id)
-        if search.state == "queued" or not repetitions:
-            return SearchEvents(self._events_path(search.id, search.repetition), search.repetition)
-        newest = max(repetitions)
-        events = SearchEvents(repetitions[newest], newest)
-        events.read()
+        repetition = search.repetition
+        if search.state != "queued":
+            repetition = max(self._repetitions(search.id), default=repetition)
+        events = SearchEvents(self._events_path(search.id, repetition), repetition)
+        if search.state != "queued":
+            events.read()
         return events
 
     def _recommendation(self, search: Search) -> object:
@@ -301,9 +301,9 @@ class SearchThread(threading.Thread):
         """Return the file for the events of one repetition of a search."""
         return self._files / f"{id_}.{repetition}.events.jsonl"
 
-    def _repetitions(self, id_: str) -> dict[int, Path]:
-        """Return the existing files of the events of a search, by repetition."""
-        return {int(path.name.split(".")[1]): path for path in self._files.glob(f"{id_}.*.events.jsonl")}
+    def _repetitions(self, id_: str) -> list[int]:
+        """Return the repetitions of a search that have a file of events."""
+        return [int(path.name.split(".")[1]) for path in self._files.glob(f"{id_}.*.events.jsonl")]
 
     def _result(self, id_: str) -> Path:
         """Return the file with the recommendation of a search that was done."""
@@ -409,8 +409,8 @@ class SearchThread(threading.Thread):
     def _end(self, search: Search, state: State, **changes: Any) -> None:
         """Save that a search is over, and keep the events of one repetition: of the newest that made a trial."""
         has_trial = self._events.pop(search.id).num_trials > 0
-        for _, path in sorted(self._repetitions(search.id).items(), reverse=has_trial)[1:]:
-            path.unlink()
+        for repetition in sorted(self._repetitions(search.id), reverse=has_trial)[1:]:
+            self._events_path(search.id, repetition).unlink()
         self.queue.change(search.id, state=state, ended=time.time(), **changes)
 
 
