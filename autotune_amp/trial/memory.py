@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import resource
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -184,10 +185,6 @@ def _peak_resident_bytes() -> int:
     peak_bytes = _status_bytes().get("VmHWM")
     if peak_bytes is not None:
         return peak_bytes
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if _IS_LINUX else 1)  # bytes on macOS
 
 
@@ -199,8 +196,6 @@ def _limit_data_segment(limit_bytes: int) -> None:
     data_bytes = _status_bytes().get("VmData")
     if data_bytes is None:  # on macOS
         return
-    import resource
-
     allowed = data_bytes + limit_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (allowed if hard < 0 else min(allowed, hard), hard))
