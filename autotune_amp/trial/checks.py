@@ -134,7 +134,7 @@ def _run_check(inputs: CheckInputs, spec: Check, tell: Tell) -> Fidelity | Calib
         return spec.unchecked(reason, "Compare a few hundred of its steps with those of the same loop in fp32.")
     needed_bytes, free_bytes = least_host_bytes(inputs), host.free_memory_bytes()
     if needed_bytes > free_bytes:
-        reason = f"it takes at least {size(needed_bytes)} of the host's memory, of which {size(free_bytes)} are free"
+        reason = f"its check takes {size(needed_bytes)} of the host's memory, of which {size(free_bytes)} are free"
         return spec.unchecked(reason, "Free memory on the host, or compare runs of some hundred steps.")
     result = fidelity.check(
         inputs,
