@@ -92,7 +92,7 @@ def search_page(recommendation: Recommendation, records: Sequence[Record], path:
             "Left out": in_words(_left_out(recommendation.excluded)),
             "Machine and versions": recommendation.hardware.to_html()
             + markup.definition_list(recommendation.versions.items()),
-            "Not in this report": absent,
+            "Not in this report": in_words(absent),
         },
         kind="search",
         lead=in_words(recommendation.answer_html()),
