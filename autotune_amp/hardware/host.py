@@ -57,11 +57,7 @@ def usable_cores() -> int:
 
 def total_memory_bytes() -> int:
     """Return the machine's memory in bytes, ignoring container limits."""
-    if hasattr(os, "sysconf"):
-        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    import psutil
-
-    return int(psutil.virtual_memory().total)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def available_memory_bytes() -> int:
@@ -80,8 +76,6 @@ def free_memory_bytes() -> int:
 
 def load_notes() -> tuple[str, ...]:
     """Return a warning if the load average over the last minute shows that other work keeps the machine busy."""
-    if not hasattr(os, "getloadavg"):
-        return ()
     load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
     if load <= 0.5 * num_cores:
         return ()

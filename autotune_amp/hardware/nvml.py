@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -202,7 +201,7 @@ def _library() -> Any | None:
     """Return the pynvml module, initialised once per process, or None without NVML."""
     try:
         # Importing pynvml takes 30 ms, which machines without a GPU need not spend.
-        ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+        ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
     import pynvml

@@ -26,6 +26,7 @@ _NUM_WORST = 5  # parameters in the result
 _MAX_MODULES = 40  # modules in the result, the rows of a chart
 MIN_VARIANCE = 1e-6  # variance between batches over the squared gradient; less is rounding error of the sums
 _CHUNK_ENTRIES = 2**24  # number of gradient entries that are processed at a time, to bound memory
+ERROR_BYTES, SUM_BYTES = 2, 4  # host memory for each gradient entry: the errors of a batch in bf16, the sum in fp32
 
 K = TypeVar("K")
 

@@ -1,6 +1,7 @@
 """Comparison of one precision with fp32: single steps, then paired training runs, within a time limit.
 
-If time is short, batches are cut to fewer samples, fewer batches are used, and then no training runs are made.
+If time is short, batches are cut to fewer samples, fewer batches are used, and then no training runs are made. Fewer
+batches are used too if the host's memory is short.
 """
 
 from __future__ import annotations
@@ -16,9 +17,16 @@ from typing import Any, NamedTuple
 from autotune_amp.core.config import MIN_LOSS_SCALE
 from autotune_amp.core.outcome import Fidelity, LostUpdates, after_steps
 from autotune_amp.core.precisions import Precision
+from autotune_amp.hardware import host
 from autotune_amp.numerics.accumulation import first_dimensions, truncate_batches
 from autotune_amp.numerics.calibration import FIRST_LOG2_SCALE, count_octaves, largest_safe_scale
-from autotune_amp.numerics.comparison import Comparison, GradientComparer, parameters_with_signal
+from autotune_amp.numerics.comparison import (
+    ERROR_BYTES,
+    SUM_BYTES,
+    Comparison,
+    GradientComparer,
+    parameters_with_signal,
+)
 from autotune_amp.numerics.draws import Fp32RandomMode
 from autotune_amp.numerics.grading import (
     NOISY,
@@ -43,7 +51,7 @@ from autotune_amp.numerics.paired_runs import (
     train,
     training_divergence,
 )
-from autotune_amp.numerics.passes import Passes, PassResult, are_equal, fp32_copy
+from autotune_amp.numerics.passes import CheckInputs, Passes, PassResult, are_equal, fp32_copy
 from autotune_amp.numerics.scaler_replay import starting_scale
 from autotune_amp.precision.forward_wrapper import (
     computes_in_half,
@@ -127,6 +135,21 @@ class ReferencePass(NamedTuple):
     result: PassResult
     octaves: tuple[tuple[int, int], ...]
     comparable_names: set[str]
+
+
+def least_host_bytes(subject: CheckInputs) -> int:
+    """Return the host memory in bytes that a check takes at least.
+
+    That is a copy of its models, and for each trained weight the errors of two batches and the sum of their gradients.
+    """
+    models = dict.fromkeys((subject.model, (subject.reference or subject).model))
+    values = [value for model in models for value in (*model.parameters(), *model.buffers())]
+    copied_bytes = sum(value.numel() * value.element_size() for value in values)
+    return copied_bytes + (2 * ERROR_BYTES + SUM_BYTES) * _num_trained(subject)
+
+
+def _num_trained(subject: CheckInputs) -> int:
+    return sum(parameter.numel() for parameter in subject.model.parameters() if parameter.requires_grad)
 
 
 class Experiment:
@@ -350,7 +373,7 @@ class Experiment:
         """Run distinct batches in the precision and in fp32, all at one loss scale, and compare their gradients.
 
         Ends at the first batch that is not finite in one of the two, after `MIN_NUM_BATCHES` if these leave no doubt,
-        or for lack of time. If a batch needs a lower loss scale, all batches are run again with it.
+        or for lack of time or memory. If a batch needs a lower loss scale, all batches are run again with it.
         """
         scale = 1.0
         if self._mode.takes_scaler:
@@ -371,7 +394,7 @@ class Experiment:
         low: list[PassResult] = []
         reference: list[PassResult] = []
         comparer = GradientComparer(self._reference_pass.comparable_names)
-        while len(low) < len(self._distinct_indices) and self._has_time_for_batch(len(low)):
+        while len(low) < len(self._distinct_indices) and self._can_compare_another(len(low)):
             index = self._distinct_indices[len(low)]
             started = time.perf_counter()
             reference_pass = self.fp32.run(index, "fp32")
@@ -410,10 +433,14 @@ class Experiment:
         batches = self._subject.batches[:MAX_NUM_BATCHES]
         return [i for i, one in enumerate(batches) if not any(are_equal(one, other) for other in batches[:i])]
 
-    def _has_time_for_batch(self, num_batches: int) -> bool:
-        """Return whether to compare another batch after `num_batches`: two at least, more only if there is time."""
+    def _can_compare_another(self, num_batches: int) -> bool:
+        """Return whether to compare another batch after `num_batches`: two at least, more if there is time, and twice
+        the memory on the host that its errors take.
+        """
         share = EXTRA_BATCH_SHARE if num_batches >= MIN_NUM_BATCHES else BATCH_SHARE
-        return num_batches < 2 or self._elapsed_seconds() < share * self._seconds
+        has_time = self._elapsed_seconds() < share * self._seconds
+        error_bytes = ERROR_BYTES * _num_trained(self._subject)
+        return num_batches < 2 or (has_time and 2 * error_bytes <= host.free_memory_bytes())
 
     def _elapsed_seconds(self) -> float:
         return time.perf_counter() - self._started

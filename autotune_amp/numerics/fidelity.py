@@ -58,7 +58,7 @@ def check(
     passes = Passes(subject)
     # Recording outputs compiles a compiled model once more, so it is done only for a precision with a loss scaler.
     is_watched = not subject.is_compiled or MODES[precision].takes_scaler
-    with watch_forward(subject.model, subject.device) if is_watched else nullcontext(_empty_maxima) as read_maxima:
+    with watch_forward(subject.model, subject.device) if is_watched else nullcontext(dict[str, float]) as read_maxima:
         try:
             experiment = Experiment(
                 passes, precision, batch_size, read_maxima, label or precision, num_steps_before, seconds
@@ -82,11 +82,6 @@ def check(
         finally:
             passes.restore()
             passes.model.zero_grad(set_to_none=True)
-
-
-def _empty_maxima() -> dict[str, float]:
-    """Return the maxima of a model whose module outputs are not recorded: none."""
-    return {}
 
 
 # -- responsible modules, and whether fp32 fixes them ------------------------------------------------------------------

@@ -275,7 +275,7 @@ def cpu_slots(num_ranks: int) -> tuple[Slot, ...]:
         )
     size = len(cpus) // num_ranks
     shares = [tuple(sorted(cpus[rank * size : (rank + 1) * size])) for rank in range(num_ranks)]
-    return tuple(Slot("cpu", f"cpu {_ranges_text(share)}", cpus=share) for share in shares)
+    return tuple(Slot("cpu", f"rank {rank}", cpus=share) for rank, share in enumerate(shares))
 
 
 def _cpus_by_core() -> list[int]:
@@ -290,14 +290,3 @@ def _cpus_by_core() -> list[int]:
             return 0, cpu, cpu
 
     return sorted(allowed, key=core)
-
-
-def _ranges_text(numbers: Sequence[int]) -> str:
-    """Return sorted numbers as a text like 0-3,8."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -20,6 +20,7 @@ from autotune_amp.distributed import is_from_launcher
 from autotune_amp.processes.process import Process, ProcessEndedError, Watcher
 from autotune_amp.processes.standby import Standby
 from autotune_amp.trial.jobs import Check, Trial
+from autotune_amp.trial.memory import can_be_limited
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -257,7 +258,7 @@ class LocalBackend(WorkloadBackend):
             return _LOCAL_ABILITIES | {"share_build"}
         # On a CPU each run of a confirmation has its own process, so they are not loaded together.
         is_gpu, process = self._device != "cpu", self._process
-        has_room = is_gpu and process is not None and self._standby.has_room(process)
+        has_room = is_gpu and process is not None and self._can_stand_by and self._standby.has_room(process)
         return _LOCAL_ABILITIES | {"load_together"} if has_room else _LOCAL_ABILITIES
 
     @property
@@ -342,7 +343,14 @@ class LocalBackend(WorkloadBackend):
             self._begin_standby(process, job, 1)
         return start_seconds
 
+    @property
+    def _can_stand_by(self) -> bool:
+        """Whether a process that stands by can be kept from the device's memory, which the running trial may use up."""
+        return self._device == "cpu" or can_be_limited(self._environment)
+
     def _begin_standby(self, process: Process, job: Trial | Check, number: int) -> None:
+        if not self._can_stand_by:
+            return
         command = {"cmd": "stand_by", "device": job.device, "state": job.torch_state, "seed": job.seed}
         command |= self._load_arguments
         self._standby.begin(process, self._environment, command, self._payload.packed, number)
@@ -355,7 +363,7 @@ class LocalBackend(WorkloadBackend):
         assert self._process is not None
         is_forked = self.isolation == "forked"
         try:
-            value = self._process.wait(until, job.deadlines, ends_with_exit=is_forked, beside=self._standby)
+            value = self._process.wait(until, job.deadlines, ends_with_exit=is_forked, beside=self._standby.processes)
         except AutotuneAmpError:
             self.close()
             raise
@@ -450,10 +458,6 @@ def _within(seconds: float, load: Callable[[float], Value]) -> Value:
         ) from None
 
 
-def _too_slow(seconds: float) -> str:
-    return f"the workload takes more than {duration(seconds)} to load"
-
-
 class LocalHandle(Generic[ResultType]):
     """Handle of a job in a process of this host. After a failure it runs the job that `Job.after` returns instead."""
 
@@ -488,7 +492,8 @@ class LocalHandle(Generic[ResultType]):
                 except AutotuneAmpError as error:
                     problem = error
             if isinstance(problem, Failure) and problem.is_loading:
-                problem = replace(problem, message=_too_slow(self._job.loading_seconds or 0.0))
+                limit = duration(self._job.loading_seconds or 0.0)
+                problem = replace(problem, message=f"the workload takes more than {limit} to load")
             next_result = self._job.after(problem, so_far)
             if not isinstance(next_result, Job):
                 return next_result

@@ -158,12 +158,13 @@ def _reduce_for_worker(_: ForkingPickler, obj: Any) -> Any:
     Here `__main__` is not the user's script, in which the worker would look it up.
     """
     if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
-        return _restore_definition, (_definition_of(obj),)
+        return _restore_definition, (definition_of(obj),)
     return NotImplemented
 
 
 @functools.cache  # each batch of a worker names the definition of its class
-def _definition_of(obj: Any) -> bytes:
+def definition_of(obj: Any) -> bytes:
+    """Return a class or function as bytes, with the global variables that it uses at the first call in a job."""
     import cloudpickle
 
     definition: bytes = cloudpickle.dumps(obj)

@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -76,16 +77,6 @@ class Watcher:
 
     def ending(self) -> None:
         """Handle the event that the process and its descendants are about to be killed."""
-
-
-class PausableProcess(Protocol):
-    """Interface of a process, or of several, that can be paused while another process takes steps."""
-
-    def pause(self) -> None:
-        """Pause until `resume`."""
-
-    def resume(self) -> None:
-        """Continue."""
 
 
 class ProcessEndedError(Exception):
@@ -159,14 +150,14 @@ class Process:
         deadlines: Deadlines = _NO_DEADLINES,
         *,
         ends_with_exit: bool = False,
-        beside: PausableProcess | None = None,
+        beside: Sequence[Process] = (),
     ) -> Any:
         """Return the answer to the last message. Raises `ProcessEndedError` if the process ends first, or is ended
         here.
 
         The process has to be ready for its job before `until`, a time on the monotonic clock; then the job's
         `deadlines` apply. With `ends_with_exit` the answer comes from a template's child: wait for its exit too.
-        `beside` is paused while the process takes steps; it continues during a long step, which may be waiting for it.
+        Those in `beside` are paused while the process takes steps, but not during a long step, which may wait for them.
         """
         answer: Result | RequestFailure | RequestError | None = None
         so_far: Any = None
@@ -202,9 +193,9 @@ class Process:
                 case StepDone():
                     phase = f"after step {event.number}" if event.number else "warming up"
                     allowed_seconds = deadlines.step_seconds
-                    if beside is not None:
-                        beside.pause()
-                        resume_beside_at = now + (MAX_PAUSE_SECONDS if allowed_seconds is None else allowed_seconds / 2)
+                    for process in beside:
+                        process.pause()
+                    resume_beside_at = now + (MAX_PAUSE_SECONDS if allowed_seconds is None else allowed_seconds / 2)
                     self.watcher.step(event.number, event.seconds)
                 case Result() | RequestFailure() | RequestError():
                     answer, allowed_seconds = event, None
@@ -213,8 +204,9 @@ class Process:
                     self._drain_output()
             if event is not None and not isinstance(event, PartialResult):
                 step_deadline = None if allowed_seconds is None else now + allowed_seconds
-            if beside is not None and resume_beside_at is not None and now > resume_beside_at:
-                beside.resume()
+            if resume_beside_at is not None and now > resume_beside_at:
+                for process in beside:
+                    process.resume()
                 resume_beside_at = None
             overdue = None
             if self.watcher.is_over():

@@ -180,12 +180,16 @@ class Slots(Generic[S]):
             self._handle_calls()
 
     def on_each(self, function: Callable[[S], T]) -> list[T]:
-        """Call `function` with each backend in its thread, all at the same time, and return the results."""
-        futures = [
-            self._run_in_thread(self._runner_at(slot), partial(function, self._runner_at(slot).backend))
-            for slot in self.slots
-        ]
-        return [self.wait_for(future) for future in futures]
+        """Call `function` with each backend in its thread, all at the same time, and return the results.
+
+        Slots that are lost meanwhile have none.
+        """
+        runners = [self._runner_at(slot) for slot in self.slots]
+        results = []
+        for future in [self._run_in_thread(runner, partial(function, runner.backend)) for runner in runners]:
+            with contextlib.suppress(SlotLostError):
+                results.append(self.wait_for(future))
+        return results
 
     def on_first(self, function: Callable[[S], T]) -> T:
         """Call `function` with the first slot's backend in its thread, and return the result."""

@@ -98,13 +98,8 @@ class Standby:
             with contextlib.suppress(ProcessEndedError):
                 self._has_loaded(process, until)
 
-    def pause(self) -> None:
-        """Pause loading until `resume`."""
-        for process in self.processes:
-            process.pause()
-
     def resume(self) -> None:
-        """Resume loading."""
+        """Resume loading, which `Process.wait` pauses."""
         for process in self.processes:
             process.resume()
 

@@ -9,14 +9,14 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 from plotly.graph_objects import Bar, Figure, Scatter
 from plotly.subplots import make_subplots
 
 from autotune_amp.core.config import AmpConfig
 from autotune_amp.core.evidence import is_wide, new_run_line
-from autotune_amp.core.outcome import Failure, Measurement, Record
+from autotune_amp.core.outcome import Failure, Measurement, Purpose, Record
 from autotune_amp.core.precisions import PRECISIONS, Precision
 from autotune_amp.core.recommendation import CandidateRow, Recommendation
 from autotune_amp.core.setting import Setting
@@ -359,20 +359,6 @@ def _row_hover(row: CandidateRow) -> str:
 
 # --- the search over time -----------------------------------------------------------------------------------------
 
-# Purposes of records, in the order in which a search reaches them. The last one is drawn lowest.
-_PURPOSE_ORDER = (
-    "accumulation",
-    "search",
-    "fidelity",
-    "calibration",
-    "profile",
-    "fallback",
-    "confirm",
-    "plain",
-    "one_rank",
-    "outlook",
-)
-
 
 class Span(NamedTuple):
     """Record of a trial or check with its end, in seconds of measuring since the search began."""
@@ -458,7 +444,8 @@ def course(recommendation: Recommendation | None, records: Sequence[Record]) -> 
     if recommendation is not None:
         figure.add_trace(_fastest_line(spans, recommendation), row=1, col=1)
     rows = {s.row for s in spans}
-    labels = [*sorted(rows.difference(_PURPOSE_ORDER)), *(purpose for purpose in _PURPOSE_ORDER if purpose in rows)]
+    purposes = get_args(Purpose)
+    labels = [*sorted(rows.difference(purposes)), *(purpose for purpose in purposes if purpose in rows)]
     apply_layout(figure, 330 + 26 * len(labels), barmode="overlay")
     figure.update_yaxes(_SPEED_AXIS | {"rangemode": "tozero"}, row=1, col=1)
     figure.update_yaxes(categoryorder="array", categoryarray=labels[::-1], row=2, col=1)

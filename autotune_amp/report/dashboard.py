@@ -59,4 +59,4 @@ def open_dashboard(storage: str | Path, port: int) -> Iterator[DashboardServer]:
 
 def has_display() -> bool:
     """Whether a browser would open a window. Without a display, a text browser would take over the terminal."""
-    return sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ))
+    return sys.platform == "darwin" or bool({"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ))

@@ -117,13 +117,9 @@ def _step_points(x: Sequence[int], y: Sequence[float | None]) -> tuple[list[int]
     # At the same x, the end of a value comes before the point without a value.
     points = sorted(
         [*((at, 1, value) for at, value in zip(x, y, strict=True)), *((at, 0, v) for at, v in ends)],
-        key=_update_and_order,
+        key=lambda point: point[:2],
     )
     return [at for at, _, _ in points], [value for _, _, value in points]
-
-
-def _update_and_order(point: tuple[int, int, float | None]) -> tuple[int, int]:
-    return point[:2]
 
 
 def _run_trace(name: str, x: Sequence[int], y: Sequence[float | None], hover: str, color: str, shape: str) -> Scatter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -11,7 +11,7 @@ from autotune_amp.core import markup
 from autotune_amp.core.evidence import accumulation_line, check_line, config_line
 from autotune_amp.core.outcome import Accumulation, Failure, Fidelity, Record
 from autotune_amp.core.recommendation import Exclusion, Recommendation
-from autotune_amp.core.text import count, duration, exact, one_line, outcome_name
+from autotune_amp.core.text import count, duration, exact, in_python, one_line, outcome_name
 from autotune_amp.report import document, rows
 from autotune_amp.report.charts import FigureOrReason, course, memory, pareto, throughput
 from autotune_amp.report.document import chart
@@ -73,27 +73,30 @@ def search_page(recommendation: Recommendation, records: Sequence[Record], path:
     )
     config = config_line(recommendation.config, recommendation.num_batches)
     evidence = [fact for fact in recommendation.facts() if fact[0] not in _SHOWN_ELSEWHERE]
+    # A workload without a name on the command line, which is no command either, was searched from Python.
+    is_from_python = recommendation.target is None and recommendation.command_template is None
+    in_words: Callable[[str], str] = in_python if is_from_python else str
     return document.page(
         f"{recommendation.search.study}: {'keep ' * recommendation.is_kept}{config}",
         {
             "Use it": _use(recommendation, path),
-            "Warnings": recommendation.warnings_html(),
-            "Evidence": markup.definition_list(evidence),
+            "Warnings": in_words(recommendation.warnings_html()),
+            "Evidence": in_words(markup.definition_list(evidence)),
             _AGAINST_BATCH_SIZE: charts.pop(_AGAINST_BATCH_SIZE),
         },
         {
-            "Notes": recommendation.notes_html(),
-            "All candidates": _candidates(recommendation),
-            "Also tried": _variants(recommendation),
+            "Notes": in_words(recommendation.notes_html()),
+            "All candidates": in_words(_candidates(recommendation)),
+            "Also tried": in_words(_variants(recommendation)),
             **charts,
             "Failures": _failures(records),
-            "Left out": _left_out(recommendation.excluded),
+            "Left out": in_words(_left_out(recommendation.excluded)),
             "Machine and versions": recommendation.hardware.to_html()
             + markup.definition_list(recommendation.versions.items()),
-            "Not in this report": absent,
+            "Not in this report": in_words(absent),
         },
         kind="search",
-        lead=recommendation.answer_html(),
+        lead=in_words(recommendation.answer_html()),
     )
 
 

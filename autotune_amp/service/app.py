@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from functools import lru_cache
@@ -179,9 +180,9 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
     async def stream(id_: str, request: Request) -> Response:
         """Stream the events of a search (phase, trial, best, note, end) as server-sent events."""
         found(id_)
-        last = request.headers.get("last-event-id", "")
-        first = int(last) + 1 if last.isdigit() and len(last) < 10 else 0
-        return StreamingResponse(_events(searches, id_, first), media_type="text/event-stream")
+        last = re.fullmatch(r"(\d{1,9})-(\d{1,9})", request.headers.get("last-event-id", ""))
+        repetition, number = (int(last[1]), int(last[2])) if last else (0, -1)
+        return StreamingResponse(_events(searches, id_, repetition, number + 1), media_type="text/event-stream")
 
     @lru_cache(64)
     def ranked_again(id_: str, measured: float | None, asked: str) -> bytes:  # noqa: ARG001 - part of the key
@@ -206,15 +207,6 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
         search = searches.newest_measured(target, ranking.precision_allowed or PRECISIONS)
         return JsonResponse(ranked_again(search.id, search.measured, msgspec.json.encode(asked).decode()))
 
-    @app.get("/hardware")
-    async def hardware() -> Response:
-        """Return each device of the targets: its memory, and what it supports, as a probe measured it."""
-        searches.want_hardware()
-        if searches.hardware is None:
-            later = QueueFullError("The devices are probed once no search runs.", "Ask again later.")
-            return error_response(later, 503)
-        return JsonResponse(msgspec.json.encode({"hardware": searches.hardware}))
-
     @app.get("/healthz")
     async def health() -> Response:
         """Return whether the service runs searches. It needs no token."""
@@ -236,21 +228,23 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
     return app
 
 
-async def _events(searches: SearchThread, id_: str, first: int) -> AsyncIterator[bytes]:
-    """Yield the events of a search from number `first` on, until it is over or the service stops.
+async def _events(searches: SearchThread, id_: str, repetition: int, first: int) -> AsyncIterator[bytes]:
+    """Yield the events of a search until it is over or the service stops.
 
-    A client that comes back names the last event it has. The end has no number, since the search may go on, and a
-    search that was begun again counts from 0.
+    They begin with number `first` of `repetition`, or with the first one of a later repetition; those of an earlier
+    one, which are shown if a later one made no trial, are left out. A client that comes back names the last event it
+    has. The end has no ID, since the search may go on.
     """
     quiet_seconds = 0.0
     while True:
         search = searches.queue.searches.get(id_)  # before its events, so that none is missed at its end
-        lines = [] if search is None else searches.events(search).lines
-        if len(lines) < first and search is not None and search.state != "queued":
-            first = 0
-        if len(lines) > first:
-            yield b"".join(lines[first:])
-            first, quiet_seconds = len(lines), 0.0
+        events = None if search is None else searches.events(search)
+        if events is not None and events.repetition > repetition:
+            repetition, first = events.repetition, 0
+        new = events.lines[first:] if events is not None and events.repetition == repetition else []
+        if new:
+            yield b"".join(new)
+            first, quiet_seconds = first + len(new), 0.0
         if search is None or search.state not in WAITING or searches.is_stopping:
             state = None if search is None else search.state
             yield server_sent_event("end", msgspec.json.encode({"state": state}))

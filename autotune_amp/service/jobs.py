@@ -37,8 +37,9 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     `id` is a digest of the request, so that equal requests are one search. `target_digest` is that of the target's
     settings when it was asked for. `options` are those that were asked for, by the names of the request. `callers` wait
     for it; without one it is ended. Each is a caller's name, followed by a space and the ID of the request if its
-    client sent one: people who share a name wait apart. `measured` is when it was last measured to its end. With
-    `is_fresh` it is still to begin to measure again what exists already. `error` says why it failed.
+    client sent one: people who share a name wait apart. `repetition` is how often it was begun, not counting that a
+    new service went on with it. `measured` is when it was last measured to its end. With `is_fresh` it is still to
+    begin to measure again what exists already. `error` says why it failed.
     """
 
     id: str
@@ -48,6 +49,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     callers: tuple[str, ...]
     is_fresh: bool = False
     state: State = "queued"
+    repetition: int = 0
     created: float = msgspec.field(default_factory=time.time)
     started: float | None = None
     ended: float | None = None

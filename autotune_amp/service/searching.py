@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +47,16 @@ from autotune_amp.service.settings import Settings, Target
 _TICK_SECONDS = 0.25
 _END_SECONDS = 60.0  # for a search to save its best after SIGTERM
 _LATE_SECONDS = 600.0  # after its budget, when a search is interrupted
-_PROBE_SECONDS = 60.0  # for a probe, before it is interrupted
 _BUSY_SECONDS = 2.0  # until a search is tried again whose study somebody else uses
 # With `-m` Python looks for modules in the target's folder first, unlike `autotune-amp` itself.
 _SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
 
 
 class SearchEvents:
-    """Events of a search so far, from its file: for clients, and as phase, number of trials and best so far."""
+    """Events so far of one repetition of a search, from its file: for clients, and as phase, trials and best so far."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, repetition: int) -> None:
+        self.path, self.repetition = path, repetition
         self.lines: list[bytes] = []  # server-sent events
         self.phase: str | None = None
         self.num_trials = 0
@@ -82,12 +81,12 @@ class SearchEvents:
             self.num_trials += 1
         elif kind == "best":
             self.best = {name: value for name, value in event.items() if name not in ("event", "time")}
-        self.lines.append(server_sent_event(kind, line, len(self.lines)))
+        self.lines.append(server_sent_event(kind, line, f"{self.repetition}-{len(self.lines)}"))
 
 
-def server_sent_event(kind: str, data: bytes, number: int | None = None) -> bytes:
-    """Return an event in the format of `text/event-stream`, with its number as ID if given. `data` is on one line."""
-    id_line = b"" if number is None else b"id: %d\n" % number
+def server_sent_event(kind: str, data: bytes, id_: str | None = None) -> bytes:
+    """Return an event in the format of `text/event-stream`, with its ID if given. `data` is on one line."""
+    id_line = b"" if id_ is None else b"id: %s\n" % id_.encode()
     return b"%sevent: %s\ndata: %s\n\n" % (id_line, kind.encode(), data)
 
 
@@ -152,18 +151,13 @@ class SearchThread(threading.Thread):
         super().__init__(name="autotune_amp searches", daemon=True)
         self.settings, self.queue = settings, queue
         self.is_stopping = False
-        self.hardware: dict[str, dict[str, Any]] | None = None  # documents or errors of the devices, once probed
         self.num_trials = 0  # of all searches, since the service was started
         self.studies = str(Path(settings.folder, "studies"))  # folder of their studies
         self._files = Path(settings.folder, "searches")
         self._files.mkdir(parents=True, exist_ok=True)
         self._devices = {name: _devices_of(target.limits) for name, target in settings.targets.items()}
         self._running: dict[str, _Process] = {}
-        self._is_hardware_wanted = False
-        self._probed: dict[str, dict[str, Any]] = {}
-        self._probing: tuple[str, _Process] | None = None
         self._interrupt_at: dict[str, float] = {}  # by the ID of a search that runs
-        self._interrupt_probe_at = 0.0
         self._not_before: dict[str, float] = {}
         self._events: dict[str, SearchEvents] = {}
         self._wake = threading.Event()
@@ -214,11 +208,14 @@ class SearchThread(threading.Thread):
         return msgspec.json.encode(fields)
 
     def events(self, search: Search) -> SearchEvents:
-        """Return the events of a search: in memory while it runs, from its file when it is over."""
+        """Return the newest events of a search: in memory while it runs, from its file when it is over."""
         running = self._events.get(search.id)
         if running is not None:
             return running
-        events = SearchEvents(self._files / f"{search.id}.events.jsonl")
+        repetition = search.repetition
+        if search.state != "queued":
+            repetition = max(self._repetitions(search.id), default=repetition)
+        events = SearchEvents(self._events_path(search.id, repetition), repetition)
         if search.state != "queued":
             events.read()
         return events
@@ -262,11 +259,6 @@ class SearchThread(threading.Thread):
 
         return max(measured, key=rank)
 
-    def want_hardware(self) -> None:
-        """Have the devices probed whose memory and support are not known, once no search runs."""
-        self._is_hardware_wanted = True
-        self._wake.set()
-
     # --- the thread itself --------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
@@ -287,8 +279,8 @@ class SearchThread(threading.Thread):
                 self._forget(id_)
             self._wake.wait(_TICK_SECONDS)
             self._wake.clear()
-        while self._running or self._probing:
-            for process in self._processes():
+        while self._running:
+            for process in self._running.values():
                 process.interrupt()
             self._follow()
             time.sleep(_TICK_SECONDS / 5)
@@ -301,37 +293,25 @@ class SearchThread(threading.Thread):
             for path in self._files.glob(f"{id_}.*"):
                 path.unlink()
 
-    def _processes(self) -> Iterator[_Process]:
-        yield from self._running.values()
-        if self._probing is not None:
-            yield self._probing[1]
-
     def _output(self, id_: str) -> Path:
         """Return the file with what the process of a search has printed."""
         return self._files / f"{id_}.out"
 
-    def _events_before(self, id_: str) -> Path:
-        """Return the file with the events of a search from before it was asked for again."""
-        return self._files / f"{id_}.events.before"
+    def _events_path(self, id_: str, repetition: int) -> Path:
+        """Return the file for the events of one repetition of a search."""
+        return self._files / f"{id_}.{repetition}.events.jsonl"
+
+    def _repetitions(self, id_: str) -> list[int]:
+        """Return the repetitions of a search that have a file of events."""
+        return [int(path.name.split(".")[1]) for path in self._files.glob(f"{id_}.*.events.jsonl")]
 
     def _result(self, id_: str) -> Path:
         """Return the file with the recommendation of a search that was done."""
         return self._files / f"{id_}.json"
 
     def _start_searches(self) -> None:
-        """Start the probe of a device that was asked for, and the searches whose devices are free, in order."""
-        if self._probing is not None:
-            return
+        """Start the searches whose devices are free, in order."""
         taken = [self._needs(self.queue.searches[id_].target) for id_ in self._running]
-        # One that failed is probed again only while no search waits, so that those who ask for it hold none up.
-        if self._is_hardware_wanted and not taken and (self.hardware is None or not self.queue.waiting()):
-            devices = frozenset[str]().union(*self._devices.values())
-            for device in sorted(devices - self._probed.keys())[:1]:
-                self._start_probe(device)
-                return
-            self.hardware = dict(self._probed)
-            self._probed = {device: found for device, found in self._probed.items() if "next_step" not in found}
-            self._is_hardware_wanted = False
         for search in self.queue.waiting():
             target = self.settings.targets.get(search.target)
             try:
@@ -349,30 +329,20 @@ class SearchThread(threading.Thread):
             except (AutotuneAmpError, OSError) as error:
                 if _is_shortage(error):
                     self._not_before[search.id] = time.monotonic() + _BUSY_SECONDS
-                else:
-                    self.queue.change(search.id, state="failed", ended=time.time(), error=_start_error_fields(error))
+                    continue
+                if isinstance(error, OSError):
+                    error = StudyError(f"The service's folder: {cause(error)}.", "Free some space there.")
+                self.queue.change(search.id, state="failed", ended=time.time(), error=error_fields(error))
 
     def _needs(self, name: str) -> frozenset[str]:
         """Return the devices of a target, and the folder in which its command writes."""
         target = self.settings.targets[name]
         return self._devices[name] | (frozenset() if target.command is None else {target.folder})
 
-    def _start_probe(self, device: str) -> None:
-        """Start the probe of a device, whose document is the error if that cannot be done."""
-        output = self._files.parent / "hardware.json"
-        self._interrupt_probe_at = time.monotonic() + _PROBE_SECONDS
-        try:
-            self._probing = device, _Process(["probe", "--json", "--device", device], self.settings.folder, output)
-        except (AutotuneAmpError, OSError) as error:
-            if not _is_shortage(error):
-                self._probed[device] = _start_error_fields(error)
-
     def _start_search(self, search: Search, target: Target, options: SearchOptions) -> None:
         visible_gpus = _visible_gpus(target)
-        events = SearchEvents(self._files / f"{search.id}.events.jsonl")
-        if search.started is None or search.ended is not None:
-            with contextlib.suppress(FileNotFoundError):
-                events.path.replace(self._events_before(search.id))
+        repetition = search.repetition + (search.started is None or search.ended is not None)
+        events = SearchEvents(self._events_path(search.id, repetition), repetition)
         events.read()  # of the search that goes on
         events.phase = None
         study = study_name(search.target, target, options)
@@ -382,7 +352,9 @@ class SearchThread(threading.Thread):
         self._running[search.id] = _Process(arguments, target.folder, self._output(search.id), visible_gpus)
         self._events[search.id] = events
         self._interrupt_at[search.id] = time.monotonic() + options.budget_seconds + _LATE_SECONDS
-        self.queue.change(search.id, state="running", started=time.time(), ended=None, error=None)
+        self.queue.change(
+            search.id, state="running", repetition=repetition, started=time.time(), ended=None, error=None
+        )
 
     def _follow(self) -> None:
         """Read new events, interrupt what hangs or nobody waits for, and save how ended ones ended."""
@@ -398,19 +370,8 @@ class SearchThread(threading.Thread):
                 del self._running[id_]
                 process.close()
                 self._finish(self.queue.searches[id_], code, process)  # somebody may have joined meanwhile
-                del self._events[id_]
+                self._events.pop(id_, None)
             elif not search.callers or time.monotonic() > self._interrupt_at[id_]:
-                process.interrupt()
-        if self._probing is not None:
-            device, process = self._probing
-            code = process.exit_code()
-            if code is not None:
-                process.close()
-                self._probing = None
-                document = process.document()
-                self._probed[device] = document.get("hardware") or document.get("error") or _failed_probe(device)
-                self._wake.set()
-            elif time.monotonic() > self._interrupt_probe_at:
                 process.interrupt()
 
     def _finish(self, search: Search, code: int, process: _Process) -> None:
@@ -446,12 +407,10 @@ class SearchThread(threading.Thread):
             self._end(search, "failed", error=words)
 
     def _end(self, search: Search, state: State, **changes: Any) -> None:
-        """Save that a search is over. If it made no trial, its events are those from before it was asked for again."""
-        events, before = self._events[search.id], self._events_before(search.id)
-        if not events.num_trials and before.exists():
-            before.replace(events.path)
-            self._events[search.id] = events = SearchEvents(events.path)
-            events.read()
+        """Save that a search is over, and keep the events of one repetition: of the newest that made a trial."""
+        has_trial = self._events.pop(search.id).num_trials > 0
+        for repetition in sorted(self._repetitions(search.id), reverse=has_trial)[1:]:
+            self._events_path(search.id, repetition).unlink()
         self.queue.change(search.id, state=state, ended=time.time(), **changes)
 
 
@@ -511,22 +470,6 @@ def error_fields(error: AutotuneAmpError) -> dict[str, str]:
 def _is_shortage(error: AutotuneAmpError | OSError) -> bool:
     """Whether an error, or its cause, is that there are too many open files for the moment."""
     return any(isinstance(e, OSError) and e.errno in (errno.EMFILE, errno.ENFILE) for e in (error, error.__cause__))
-
-
-def _start_error_fields(error: AutotuneAmpError | OSError) -> dict[str, str]:
-    """Return the fields of the error for a process that could not be started."""
-    if isinstance(error, OSError):
-        error = StudyError(f"The service's folder: {cause(error)}.", "Free some space there.")
-    return error_fields(error)
-
-
-def _failed_probe(device: str) -> dict[str, str]:
-    """Return the fields of the error for a probe that crashed or hung."""
-    return error_fields(
-        RunnerError(
-            f"The probe of {device} failed.", f"Run `autotune-amp probe --device {device}` on the service's host."
-        )
-    )
 
 
 def _devices_of(limits: SearchOptions) -> frozenset[str]:

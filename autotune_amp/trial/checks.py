@@ -32,10 +32,12 @@ from autotune_amp.core.outcome import (
     Failure,
     Fidelity,
 )
+from autotune_amp.core.text import size
 from autotune_amp.core.workload import Workload
 from autotune_amp.dimensions import NUMERIC, VARIANTS
 from autotune_amp.dimensions.attention import backends_in_use
 from autotune_amp.dimensions.live_training import LiveTraining
+from autotune_amp.hardware import host
 from autotune_amp.numerics import accumulation, calibration, fidelity
 from autotune_amp.numerics.accumulation import (
     IGNORED_LABEL,
@@ -44,6 +46,7 @@ from autotune_amp.numerics.accumulation import (
     num_micro_batches,
     split_batch,
 )
+from autotune_amp.numerics.experiment import least_host_bytes
 from autotune_amp.numerics.paired_runs import train_in_fp32
 from autotune_amp.numerics.passes import CheckedLoop, CheckInputs, NoStepError, Passes, holds_equal, raise_no_loss
 from autotune_amp.precision import torch_state
@@ -129,6 +132,10 @@ def _run_check(inputs: CheckInputs, spec: Check, tell: Tell) -> Fidelity | Calib
     if inputs.loop is not None and computes_in_half(inputs.model):
         reason = "a loop whose weights or quantized layers compute in half precision cannot be run in fp32"
         return spec.unchecked(reason, "Compare a few hundred of its steps with those of the same loop in fp32.")
+    needed_bytes, free_bytes = least_host_bytes(inputs), host.free_memory_bytes()
+    if needed_bytes > free_bytes:
+        reason = f"its check takes {size(needed_bytes)} of the host's memory, of which {size(free_bytes)} are free"
+        return spec.unchecked(reason, "Free memory on the host, or compare runs of some hundred steps.")
     result = fidelity.check(
         inputs,
         candidate.precision,

@@ -6,8 +6,9 @@ import contextlib
 import ctypes
 import os
 import platform
+import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -112,15 +113,18 @@ class PeakMemory:
 
 
 def set_memory_share(device: torch.device, share: float) -> None:
-    """Limit this process to a share of an accelerator's memory.
-
-    Not with a `garbage_collection_threshold`, which CUDA's allocator uses only in a process with such a limit: a
-    training run has none. torch 2.9 has no such limit for XPUs.
-    """
-    settings = "".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
+    """Limit this process to a share of an accelerator's memory, if `can_be_limited`. torch 2.9 cannot limit XPUs."""
     backend = _device_module(device)
-    if "garbage_collection_threshold" not in settings and hasattr(backend, "set_per_process_memory_fraction"):
+    if can_be_limited(os.environ) and hasattr(backend, "set_per_process_memory_fraction"):
         backend.set_per_process_memory_fraction(share, None if device.index is None else device)
+
+
+def can_be_limited(environment: Mapping[str, str]) -> bool:
+    """Whether a limit of its memory leaves a process with this environment as a training run is.
+
+    It does not with a `garbage_collection_threshold`, which CUDA's allocator uses only in a process with such a limit.
+    """
+    return not any("garbage_collection_threshold" in environment.get(name, "") for name in ALLOCATOR_VARIABLES)
 
 
 def allocator_bytes(device: torch.device) -> int:
@@ -181,10 +185,6 @@ def _peak_resident_bytes() -> int:
     peak_bytes = _status_bytes().get("VmHWM")
     if peak_bytes is not None:
         return peak_bytes
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if _IS_LINUX else 1)  # bytes on macOS
 
 
@@ -196,8 +196,6 @@ def _limit_data_segment(limit_bytes: int) -> None:
     data_bytes = _status_bytes().get("VmData")
     if data_bytes is None:  # on macOS
         return
-    import resource
-
     allowed = data_bytes + limit_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (allowed if hard < 0 else min(allowed, hard), hard))

@@ -30,8 +30,8 @@ from autotune_amp.core.workload import Workload
 from autotune_amp.dimensions import VARIANTS
 from autotune_amp.dimensions.dimension import APPLIED_ALREADY, Variant
 from autotune_amp.dimensions.live_training import LiveTraining
-from autotune_amp.hardware import cuda, measure
-from autotune_amp.hardware.measuring import synchronize
+from autotune_amp.hardware import cuda
+from autotune_amp.hardware.measuring import measure, synchronize
 from autotune_amp.precision import torch_state
 from autotune_amp.precision.torch_state import CUDA_FLAGS
 from autotune_amp.trial import data, failures, ranks

@@ -158,7 +158,8 @@ print([list(PrecisionController(config, f"cuda:{card}")._policy.withdrawn) for c
 
 MEASURE_ALL = """
 import json, torch
-from autotune_amp.hardware import cuda, measure, measuring
+from autotune_amp.hardware import measuring
+from autotune_amp.hardware.measuring import measure
 measuring.flops_per_second = lambda *arguments, **options: 1e12
 found = [measure(f"cuda:{index}") for index in range(torch.cuda.device_count())]
 print(json.dumps([[h.compute_capability, [p for p, c in h.precisions.items() if c.level == "native"]] for h in found]))

@@ -6,9 +6,10 @@ import torch
 
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.precisions import PRECISIONS
-from autotune_amp.hardware import cpu, cuda, host, identify, measure, measuring, nvml
+from autotune_amp.hardware import cpu, cuda, host, identify, measuring, nvml
 from autotune_amp.hardware.device import DEVICES
 from autotune_amp.hardware.host import ContainerMemory
+from autotune_amp.hardware.measuring import measure
 
 
 def test_the_cpu_is_measured() -> None:

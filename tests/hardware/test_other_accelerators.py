@@ -10,8 +10,8 @@ import torch
 
 from autotune_amp.core.errors import DeviceError
 from autotune_amp.core.precisions import PRECISIONS
-from autotune_amp.hardware import cuda, device, host, identify, measure, measuring, nvml
-from autotune_amp.hardware.measuring import make_current
+from autotune_amp.hardware import cuda, device, host, identify, measuring, nvml
+from autotune_amp.hardware.measuring import make_current, measure
 from autotune_amp.trial.energy import find_counter
 
 GIB = 2**30

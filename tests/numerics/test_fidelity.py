@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from autotune_amp.core.outcome import Fidelity
 from autotune_amp.core.precisions import Precision
+from autotune_amp.hardware import host
 from autotune_amp.numerics.experiment import NUM_PAIRED_STEPS, Experiment
 from autotune_amp.numerics.fidelity import check
 from autotune_amp.numerics.locate import OUTSIDE
@@ -101,6 +102,12 @@ def test_in_less_time_fewer_batches_are_looked_at_and_no_training_is_made() -> N
     assert "no time for a training" in short.reason
     noisy = check(with_middle(lambda x: (x + 150.0) - 150.0), "bf16", batch_size=8, seconds=1e-9)
     assert noisy.verdict == "undecided", noisy.reason
+
+
+def test_with_less_memory_on_the_host_fewer_batches_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "free_memory_bytes", lambda: 0)
+    found = checked(build("MLP"), "bf16")
+    assert (found.verdict, found.num_passes) == ("faithful", 2 + 2 * 2 + 2 * NUM_PAIRED_STEPS)
 
 
 def test_in_less_time_fewer_samples_are_looked_at_where_batches_can_be_cut() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import cloudpickle
 import pytest
@@ -21,6 +23,7 @@ from torch import nn
 from autotune_amp import Workload
 from autotune_amp.core.errors import WorkloadError
 from autotune_amp.fingerprint import workload_parts
+from autotune_amp.processes import server
 from autotune_amp.processes.packing import _reduce_for_worker, pack, unpack
 
 
@@ -235,3 +238,21 @@ def test_a_batchs_class_of_main_is_defined_once_for_all_batches(monkeypatch: pyt
     batches = [ForkingPickler.dumps(names["Row"]()) for _ in range(3)]
     assert {type(pickle.loads(batch)) for batch in batches} == {names["Row"]}
     assert definitions == [names["Row"]]
+
+
+def test_a_job_defines_a_function_of_main_with_the_global_variables_of_its_own_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec("def scaled(row): return SCALE * row\n", names)
+    sent: list[bytes] = []
+    job = Mock(run=lambda *_: sent.append(bytes(ForkingPickler.dumps(names["scaled"]))))
+    monkeypatch.setattr(ForkingPickler, "reducer_override", _reduce_for_worker, raising=False)
+    monkeypatch.setattr(multiprocessing, "set_start_method", Mock())
+    monkeypatch.setattr(server, "find_job", lambda *_: job)
+    running = server.Server(Mock(), is_template=False)
+    running._context = Mock()
+    for scale in (1, 2):
+        names["SCALE"] = scale
+        running.run("trial", {}, ())
+    assert [pickle.loads(definition)(1) for definition in sent] == [1, 2]

@@ -95,6 +95,16 @@ def test_the_answer_comes_first_then_its_evidence_and_one_chart_and_all_else_unf
     assert "<details open" not in page
 
 
+@pytest.mark.parametrize(
+    ("target", "advice"), [(None, "budget=300 or `a --budget 30`"), ("a.py:b", "--budget 300 or `a --budget 30`")]
+)
+def test_advice_names_what_the_user_called(target: str | None, advice: str) -> None:
+    advised = {"warnings": ("Give --budget 300 or `a --budget 30`.",), "target": target}
+    excluded = (Exclusion(precision="fp16", batch_size=None, reason="--budget 300 or `a --budget 30`"),)
+    page = search_page(recommendation(**advised, excluded=excluded), RECORDS[:1], "r.json")
+    assert page.count(advice) == 4, "in the warnings, beside fp16, and twice where its charts are missing"
+
+
 def test_notes_unfold_below_the_warnings() -> None:
     page = search_page(recommendation(warnings=("Mind the gap.",), notes=("Old driver.",)), RECORDS, "r.json")
     assert page.index("Mind the gap.") < page.index("<summary><h2>Notes</h2></summary>") < page.index("Old driver.")

@@ -23,7 +23,7 @@ def test_nothing_is_lost_whenever_it_ends(tmp_path: Path) -> None:
         killed = service.records()
         assert service.end(signal.SIGKILL) == -9  # in a search
         service.start()
-        service.wait_for(first, lambda state: state["phase"] == "searching")
+        service.wait_for(first, lambda state: state["phase"] in ("searching", "confirming in fresh processes"))
         assert service.end(signal.SIGTERM) == 143
         (saved,) = service.folder.glob("studies/*/recommendation.json")
         assert json.loads(saved.read_text())["search"]["was_interrupted"]

@@ -22,8 +22,6 @@ from autotune_amp.service.searching import OptionError, SearchEvents, SearchThre
 from autotune_amp.service.settings import Settings, Target
 
 DOCUMENT = {"config": {"precision": "bf16"}}
-CPU: dict[str, Any] = {"device": "cpu"}
-GPU: dict[str, Any] = {"device": "cuda:0"}
 BUSY = {"error": {"kind": "study_busy", "message": "Busy.", "next_step": "Wait."}}
 REFUSED = {"error": {"kind": "budget_too_small", "message": "--budget is 1.", "next_step": "Give --budget 2."}}
 
@@ -352,7 +350,7 @@ def test_a_finished_recommendation_stays_where_a_second_request(
 
 @pytest.mark.parametrize("has_trial", [False, True])
 def test_the_events_of_a_finished_search_stay_until_a_trial_of_its_repetition(
-    has_trial: bool, make: Callable[..., Service]
+    has_trial: bool, make: Callable[..., Service], tmp_path: Path
 ) -> None:
     service = make(mlp="cpu")
     id_ = service.ask("mlp")
@@ -367,6 +365,7 @@ def test_the_events_of_a_finished_search_stay_until_a_trial_of_its_repetition(
         service.until(lambda: service.search(id_).state == "done")
         found = service.document(id_)
         assert (found["num_trials"], found["best"]["setting"]) == (1, setting if has_trial else "one")
+        assert len(list(tmp_path.glob("searches/*.events.jsonl"))) == 1
         service.ask("mlp")
 
 
@@ -415,33 +414,6 @@ def test_a_search_that_waits_is_not_begun_with_other_settings_of_its_target(make
     service.until(lambda: service.search(service.ask("mlp", seed=1)).state == "running")
 
 
-def test_devices_are_probed_when_nothing_runs(make: Callable[..., Service]) -> None:
-    service = make(mlp="cpu", gpu="cuda:0")
-    service.ask("mlp")
-    search = service.process(0)
-    service.thread.want_hardware()
-    search.end(0, DOCUMENT)
-    for number, device in ((1, "cpu"), (2, "cuda:0")):
-        probe = service.process(number)
-        assert probe.arguments == ["probe", "--json", "--device", device]
-        probe.end(0, {"hardware": CPU}) if device == "cpu" else probe.end(2, BUSY)
-    service.until(lambda: service.thread.hardware)
-    assert service.thread.hardware == {"cpu": CPU, "cuda:0": BUSY["error"]}
-    service.thread.want_hardware()
-    again = service.process(3)
-    assert again.arguments[-1] == "cuda:0", "only what failed"
-    again.end(0, {"hardware": GPU})
-    service.until(lambda: service.thread.hardware == {"cpu": CPU, "cuda:0": GPU})
-    service.stop()
-    both = replace(service.settings.targets["gpu"], device="auto", devices=(0, 1))
-    service.settings = replace(service.settings, targets={"both": both})
-    service.start()
-    service.thread.want_hardware()
-    for number in (4, 5):
-        service.process(number).end(0, {"hardware": GPU})
-    service.until(lambda: service.thread.hardware == {"cuda:0": GPU, "cuda:1": GPU})
-
-
 def test_one_who_joins_while_an_ended_search_is_closed_is_waited_for(
     make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,15 +428,11 @@ def test_one_who_joins_while_an_ended_search_is_closed_is_waited_for(
 
 
 def test_what_hangs_is_interrupted(make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "_PROBE_SECONDS", 0.0)
-    service = make(mlp="cpu")
-    service.thread.want_hardware()
-    assert service.process(0).arguments[0] == "probe"
-    service.until(lambda: service.thread.hardware)
     monkeypatch.setattr(searching, "_LATE_SECONDS", -1000.0)
+    service = make(mlp="cpu")
     id_ = service.ask("mlp")
     service.until(lambda: service.search(id_).state == "failed")
-    assert service.process(1).is_interrupted
+    assert service.process(0).is_interrupted
     assert service.search(id_).error
 
 
@@ -473,10 +441,10 @@ def test_a_search_waits_while_too_many_files_are_open(
     is_cause: bool, make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shortage = OSError(errno.EMFILE, "Too many open files")
-    tried: list[str] = []
+    tried: list[object] = []
 
-    def fail(arguments: list[str], *_: object) -> None:
-        tried.append(arguments[0])
+    def fail(*arguments: object) -> None:
+        tried.append(arguments)
         if is_cause:
             raise RunnerError("It cannot be started.", "Wait.") from shortage
         raise shortage
@@ -485,31 +453,23 @@ def test_a_search_waits_while_too_many_files_are_open(
     with monkeypatch.context() as patch:
         patch.setattr(searching, "_Process", fail)
         service = make(mlp="cpu")
-        service.thread.want_hardware()
-        service.until(lambda: tried.count("probe") > 1)
-    service.process(0).end(0, {"hardware": "cpu"})
-    service.until(lambda: service.thread.hardware)
-    tried.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(searching, "_Process", fail)
         id_ = service.ask("mlp")
-        service.until(lambda: tried.count("search") > 1)
+        service.until(lambda: len(tried) > 1)
         assert service.search(id_).state == "queued"
-    service.process(1).end(0, DOCUMENT)
+    service.process(0).end(0, DOCUMENT)
     service.until(lambda: service.search(id_).state == "done")
 
 
-def test_a_probe_that_cannot_be_started_is_told(make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_cannot_be_started_fails(make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(searching, "_Process", fail)
         service = make(mlp="cpu")
-        service.thread.want_hardware()
-        service.until(lambda: service.thread.hardware)
-    assert service.thread.hardware is not None
-    assert service.thread.hardware["cpu"]["kind"] == "study"
+        id_ = service.ask("mlp")
+        service.until(lambda: service.search(id_).state == "failed")
+    assert service.document(id_)["error"]["kind"] == "study"
     assert service.thread.is_alive()
 
 
@@ -538,7 +498,7 @@ def test_options_are_those_of_the_target_at_most() -> None:
 
 
 def test_events_are_read_as_they_are_written(tmp_path: Path) -> None:
-    events = SearchEvents(tmp_path / "events.jsonl")
+    events = SearchEvents(tmp_path / "events.jsonl", 3)
     events.read()
     assert events.lines == []
     with events.path.open("w") as file:
@@ -548,4 +508,4 @@ def test_events_are_read_as_they_are_written(tmp_path: Path) -> None:
         print('te"}\nhalf{\n[1]\n{"event": "phase", "text": "two"}', file=file, flush=True)
         events.read()
     assert (events.phase, len(events.lines)) == ("two", 3)
-    assert events.lines[2] == b'id: 2\nevent: phase\ndata: {"event": "phase", "text": "two"}\n\n'
+    assert events.lines[2] == b'id: 3-2\nevent: phase\ndata: {"event": "phase", "text": "two"}\n\n'

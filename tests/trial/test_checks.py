@@ -16,6 +16,7 @@ from autotune_amp import Workload
 from autotune_amp.core.job import JobEvent, PartialResult
 from autotune_amp.core.outcome import Calibration, CheckOutcome, CountedFlops, Failure, Fidelity, Measurement
 from autotune_amp.core.setting import Setting
+from autotune_amp.hardware import host
 from autotune_amp.precision import torch_state
 from autotune_amp.processes.local import Isolation, LocalBackend, Payload
 from autotune_amp.processes.process import Watcher
@@ -238,6 +239,20 @@ def test_a_bad_verdict_is_told_before_culprits_are_looked_for() -> None:
     assert told[0].culprits == ()
     assert found.verdict == "unfaithful"
     assert asked.after(Failure(kind="timeout", message="it took too long"), found) is found
+
+
+@pytest.mark.parametrize(("free_bytes", "is_checked"), [(18_000_000, True), (16_000_000, False)])
+def test_what_the_hosts_memory_cannot_hold_is_unchecked(
+    monkeypatch: pytest.MonkeyPatch, free_bytes: int, *, is_checked: bool
+) -> None:
+    """A copy of two million weights takes 8.4 MB, the gradients of the one million that is trained 8.4 MB more."""
+    monkeypatch.setattr(host, "free_memory_bytes", lambda: free_bytes)
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).requires_grad_(False)
+    model[1].requires_grad_()
+    workload = Workload(model, lambda model, x: model(x).square().mean(), lambda size: torch.randn(size, 1024))
+    found = checks.check(Context(workload, is_kept=False), spec(torch_state.capture()), lambda event: None)
+    assert isinstance(found, Fidelity)
+    assert (found.verdict != "unchecked") == is_checked, found.reason
 
 
 @pytest.mark.parametrize("what", ["fidelity", "calibration", "accumulation"])

@@ -114,16 +114,12 @@ def weights_finding(
 ) -> Finding:
     """Return the finding that trained weights of `modules` have `dtype`, located at the line that requests this dtype.
 
-    The line is searched in `makers`, the functions that build the model, in functions that these use, and in the
-    assignments that define them. Otherwise it is the only such line in all files. If there are several, they may belong
-    to other training runs that the files define, so the finding has no line.
+    The line is searched in `makers`, the functions that build the model, and in functions that these use, the nearest
+    first. Otherwise it is the only such line in all files. If there are several, they may belong to other training runs
+    that the files define, so the finding has no line.
     """
-    sources = list(sources)
     locations = [location for source in sources for location in _dtype_locations(source, dtype)]
-    makers = list(makers)
-    # Nearest to `makers` first: the first set that has such a line decides.
-    line_sets = [_function_lines(function) for maker in makers for function in _reachable_functions(maker)]
-    line_sets += [_assignment_lines(source, maker) for maker in makers for source in sources]
+    line_sets = (_function_lines(function) for maker in makers for function in _reachable_functions(maker))
     likely_locations = (
         location for lines in line_sets for location in locations if (location.file, location.line) in lines
     )
@@ -250,23 +246,6 @@ def _function_lines(function: Any) -> set[tuple[str | None, int | None]]:
         return set()
     file = inspect.getsourcefile(function)
     return {(file, first + number) for number in range(len(lines))}
-
-
-def _assignment_lines(source: SourceText, maker: Any) -> set[tuple[str | None, int | None]]:
-    """Return the (file, line) pairs of assignments of `maker` to a global name, such as ``half = make(float16)``.
-
-    Functions that one function returns have the same lines of code, and only the assignment tells them apart.
-    """
-    global_names = getattr(maker, "__globals__", {})
-    return {
-        (source.file, line)
-        for node in source.tree.body
-        if isinstance(node, ast.Assign)
-        and getattr(getattr(maker, "__code__", None), "co_filename", None) == source.file
-        for target in node.targets
-        if isinstance(target, ast.Name) and global_names.get(target.id) is maker
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
 
 
 def _old_name_findings(source: SourceText) -> Iterator[Finding]:

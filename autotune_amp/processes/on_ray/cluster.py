@@ -206,12 +206,10 @@ class Cluster:
 
     def _fail_all(self) -> None:
         """Fail all futures without a reply with `ClusterLostError`. The caller holds the lock."""
-        for future in self._waiting.values():
-            future.set_exception(self._lost("the connection to it ended"))
-        self._waiting.clear()
-
-    def _lost(self, reason: str) -> ClusterLostError:
-        return ClusterLostError(
-            f"The Ray cluster at {self.address} is lost: {reason}.",
+        lost = ClusterLostError(
+            f"The Ray cluster at {self.address} is lost: the connection to it ended.",
             "Start it again, then run the same command: it resumes with the results so far.",
         )
+        for future in self._waiting.values():
+            future.set_exception(lost)
+        self._waiting.clear()

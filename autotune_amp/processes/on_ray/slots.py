@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -25,7 +24,6 @@ from autotune_amp.processes.process import TICK_SECONDS, Watcher
 from autotune_amp.processes.slots import Slots, WorkloadSlots
 from autotune_amp.trial.jobs import FingerprintJob
 
-T = TypeVar("T")
 START_SECONDS = 60.0  # wait for the first process on a node, and for another one after the last was lost
 GATHER_SECONDS = 10.0  # wait for further nodes after the first, before the search begins
 MAX_LOAD_FAILURES = 2  # nodes on which loading may fail before the workload itself counts as faulty
@@ -108,17 +106,6 @@ class RaySlots(WorkloadSlots):
     def keep(self) -> None:  # noqa: D102 - see Backend
         self._is_kept, self._shared = True, None
         super().keep()
-
-    def on_each(self, function: Callable[[WorkloadBackend], T]) -> list[T]:
-        """See `Slots`. Lost slots are skipped."""
-        answers = []
-        for future in [
-            self._run_in_thread(self._runner_at(slot), partial(function, self._runner_at(slot).backend))
-            for slot in self.slots
-        ]:
-            with suppress(SlotLostError):
-                answers.append(self.wait_for(future))
-        return answers
 
     def _handle_calls(self) -> None:
         super()._handle_calls()
