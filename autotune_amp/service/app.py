@@ -207,6 +207,15 @@ def create_app(searches: SearchThread, runs: RunStore) -> FastAPI:
         search = searches.newest_measured(target, ranking.precision_allowed or PRECISIONS)
         return JsonResponse(ranked_again(search.id, search.measured, msgspec.json.encode(asked).decode()))
 
+    @app.get("/hardware")
+    async def hardware() -> Response:
+        """Return each device of the targets: its memory, and what it supports, as a probe measured it."""
+        searches.want_hardware()
+        if searches.hardware is None:
+            later = QueueFullError("The devices are probed once no search runs.", "Ask again later.")
+            return error_response(later, 503)
+        return JsonResponse(msgspec.json.encode({"hardware": searches.hardware}))
+
     @app.get("/healthz")
     async def health() -> Response:
         """Return whether the service runs searches. It needs no token."""

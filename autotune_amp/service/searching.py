@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from autotune_amp.service.settings import Settings, Target
 _TICK_SECONDS = 0.25
 _END_SECONDS = 60.0  # for a search to save its best after SIGTERM
 _LATE_SECONDS = 600.0  # after its budget, when a search is interrupted
+_PROBE_SECONDS = 60.0  # for a probe, before it is interrupted
 _BUSY_SECONDS = 2.0  # until a search is tried again whose study somebody else uses
 # With `-m` Python looks for modules in the target's folder first, unlike `autotune-amp` itself.
 _SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
@@ -151,13 +152,18 @@ class SearchThread(threading.Thread):
         super().__init__(name="autotune_amp searches", daemon=True)
         self.settings, self.queue = settings, queue
         self.is_stopping = False
+        self.hardware: dict[str, dict[str, Any]] | None = None  # documents or errors of the devices, once probed
         self.num_trials = 0  # of all searches, since the service was started
         self.studies = str(Path(settings.folder, "studies"))  # folder of their studies
         self._files = Path(settings.folder, "searches")
         self._files.mkdir(parents=True, exist_ok=True)
         self._devices = {name: _devices_of(target.limits) for name, target in settings.targets.items()}
         self._running: dict[str, _Process] = {}
+        self._is_hardware_wanted = False
+        self._probed: dict[str, dict[str, Any]] = {}
+        self._probing: tuple[str, _Process] | None = None
         self._interrupt_at: dict[str, float] = {}  # by the ID of a search that runs
+        self._interrupt_probe_at = 0.0
         self._not_before: dict[str, float] = {}
         self._events: dict[str, SearchEvents] = {}
         self._wake = threading.Event()
@@ -259,6 +265,11 @@ class SearchThread(threading.Thread):
 
         return max(measured, key=rank)
 
+    def want_hardware(self) -> None:
+        """Have the devices probed whose memory and support are not known, once no search runs."""
+        self._is_hardware_wanted = True
+        self._wake.set()
+
     # --- the thread itself --------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
@@ -279,8 +290,8 @@ class SearchThread(threading.Thread):
                 self._forget(id_)
             self._wake.wait(_TICK_SECONDS)
             self._wake.clear()
-        while self._running:
-            for process in self._running.values():
+        while self._running or self._probing:
+            for process in self._processes():
                 process.interrupt()
             self._follow()
             time.sleep(_TICK_SECONDS / 5)
@@ -292,6 +303,11 @@ class SearchThread(threading.Thread):
         with contextlib.suppress(OSError):
             for path in self._files.glob(f"{id_}.*"):
                 path.unlink()
+
+    def _processes(self) -> Iterator[_Process]:
+        yield from self._running.values()
+        if self._probing is not None:
+            yield self._probing[1]
 
     def _output(self, id_: str) -> Path:
         """Return the file with what the process of a search has printed."""
@@ -310,8 +326,19 @@ class SearchThread(threading.Thread):
         return self._files / f"{id_}.json"
 
     def _start_searches(self) -> None:
-        """Start the searches whose devices are free, in order."""
+        """Start the probe of a device that was asked for, and the searches whose devices are free, in order."""
+        if self._probing is not None:
+            return
         taken = [self._needs(self.queue.searches[id_].target) for id_ in self._running]
+        # One that failed is probed again only while no search waits, so that those who ask for it hold none up.
+        if self._is_hardware_wanted and not taken and (self.hardware is None or not self.queue.waiting()):
+            devices = frozenset[str]().union(*self._devices.values())
+            for device in sorted(devices - self._probed.keys())[:1]:
+                self._start_probe(device)
+                return
+            self.hardware = dict(self._probed)
+            self._probed = {device: found for device, found in self._probed.items() if "next_step" not in found}
+            self._is_hardware_wanted = False
         for search in self.queue.waiting():
             target = self.settings.targets.get(search.target)
             try:
@@ -329,15 +356,23 @@ class SearchThread(threading.Thread):
             except (AutotuneAmpError, OSError) as error:
                 if _is_shortage(error):
                     self._not_before[search.id] = time.monotonic() + _BUSY_SECONDS
-                    continue
-                if isinstance(error, OSError):
-                    error = StudyError(f"The service's folder: {cause(error)}.", "Free some space there.")
-                self.queue.change(search.id, state="failed", ended=time.time(), error=error_fields(error))
+                else:
+                    self.queue.change(search.id, state="failed", ended=time.time(), error=_start_error_fields(error))
 
     def _needs(self, name: str) -> frozenset[str]:
         """Return the devices of a target, and the folder in which its command writes."""
         target = self.settings.targets[name]
         return self._devices[name] | (frozenset() if target.command is None else {target.folder})
+
+    def _start_probe(self, device: str) -> None:
+        """Start the probe of a device, whose document is the error if that cannot be done."""
+        output = self._files.parent / "hardware.json"
+        self._interrupt_probe_at = time.monotonic() + _PROBE_SECONDS
+        try:
+            self._probing = device, _Process(["probe", "--json", "--device", device], self.settings.folder, output)
+        except (AutotuneAmpError, OSError) as error:
+            if not _is_shortage(error):
+                self._probed[device] = _start_error_fields(error)
 
     def _start_search(self, search: Search, target: Target, options: SearchOptions) -> None:
         visible_gpus = _visible_gpus(target)
@@ -372,6 +407,17 @@ class SearchThread(threading.Thread):
                 self._finish(self.queue.searches[id_], code, process)  # somebody may have joined meanwhile
                 self._events.pop(id_, None)
             elif not search.callers or time.monotonic() > self._interrupt_at[id_]:
+                process.interrupt()
+        if self._probing is not None:
+            device, process = self._probing
+            code = process.exit_code()
+            if code is not None:
+                process.close()
+                self._probing = None
+                document = process.document()
+                self._probed[device] = document.get("hardware") or document.get("error") or _failed_probe(device)
+                self._wake.set()
+            elif time.monotonic() > self._interrupt_probe_at:
                 process.interrupt()
 
     def _finish(self, search: Search, code: int, process: _Process) -> None:
@@ -470,6 +516,22 @@ def error_fields(error: AutotuneAmpError) -> dict[str, str]:
 def _is_shortage(error: AutotuneAmpError | OSError) -> bool:
     """Whether an error, or its cause, is that there are too many open files for the moment."""
     return any(isinstance(e, OSError) and e.errno in (errno.EMFILE, errno.ENFILE) for e in (error, error.__cause__))
+
+
+def _start_error_fields(error: AutotuneAmpError | OSError) -> dict[str, str]:
+    """Return the fields of the error for a process that could not be started."""
+    if isinstance(error, OSError):
+        error = StudyError(f"The service's folder: {cause(error)}.", "Free some space there.")
+    return error_fields(error)
+
+
+def _failed_probe(device: str) -> dict[str, str]:
+    """Return the fields of the error for a probe that crashed or hung."""
+    return error_fields(
+        RunnerError(
+            f"The probe of {device} failed.", f"Run `autotune-amp probe --device {device}` on the service's host."
+        )
+    )
 
 
 def _devices_of(limits: SearchOptions) -> frozenset[str]:

@@ -111,6 +111,7 @@ def test_without_a_token_there_is_nothing_but_the_health(service: RealService) -
         "/docs",
         "/openapi.json",
         "/metrics",
+        "/hardware",
         "/recommendations/plain",
         "/searches/x",
         "/nothing",

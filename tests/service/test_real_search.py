@@ -138,7 +138,11 @@ def test_a_search_that_is_ended_keeps_its_best(service: RealService, requests: R
     assert service.state(requests.id)["state"] == "done"
 
 
-def test_counters(service: RealService, requests: Requests) -> None:
+def test_hardware_and_counters(service: RealService, requests: Requests) -> None:
+    while (answer := service.ask("GET", "/hardware")).status == 503:
+        assert answer.headers["retry-after"]
+        threading.Event().wait(0.2)
+    assert answer.document["hardware"]["cpu"]["precisions"]["fp32"]["level"] == "native"
     text = service.ask("GET", "/metrics").body.decode()
     assert 'autotune_amp_searches{state="done"} 1' in text
     trials = int(text.split("\nautotune_amp_trials_total ")[1])

@@ -22,6 +22,8 @@ from autotune_amp.service.searching import OptionError, SearchEvents, SearchThre
 from autotune_amp.service.settings import Settings, Target
 
 DOCUMENT = {"config": {"precision": "bf16"}}
+CPU: dict[str, Any] = {"device": "cpu"}
+GPU: dict[str, Any] = {"device": "cuda:0"}
 BUSY = {"error": {"kind": "study_busy", "message": "Busy.", "next_step": "Wait."}}
 REFUSED = {"error": {"kind": "budget_too_small", "message": "--budget is 1.", "next_step": "Give --budget 2."}}
 
@@ -414,6 +416,33 @@ def test_a_search_that_waits_is_not_begun_with_other_settings_of_its_target(make
     service.until(lambda: service.search(service.ask("mlp", seed=1)).state == "running")
 
 
+def test_devices_are_probed_when_nothing_runs(make: Callable[..., Service]) -> None:
+    service = make(mlp="cpu", gpu="cuda:0")
+    service.ask("mlp")
+    search = service.process(0)
+    service.thread.want_hardware()
+    search.end(0, DOCUMENT)
+    for number, device in ((1, "cpu"), (2, "cuda:0")):
+        probe = service.process(number)
+        assert probe.arguments == ["probe", "--json", "--device", device]
+        probe.end(0, {"hardware": CPU}) if device == "cpu" else probe.end(2, BUSY)
+    service.until(lambda: service.thread.hardware)
+    assert service.thread.hardware == {"cpu": CPU, "cuda:0": BUSY["error"]}
+    service.thread.want_hardware()
+    again = service.process(3)
+    assert again.arguments[-1] == "cuda:0", "only what failed"
+    again.end(0, {"hardware": GPU})
+    service.until(lambda: service.thread.hardware == {"cpu": CPU, "cuda:0": GPU})
+    service.stop()
+    both = replace(service.settings.targets["gpu"], device="auto", devices=(0, 1))
+    service.settings = replace(service.settings, targets={"both": both})
+    service.start()
+    service.thread.want_hardware()
+    for number in (4, 5):
+        service.process(number).end(0, {"hardware": GPU})
+    service.until(lambda: service.thread.hardware == {"cuda:0": GPU, "cuda:1": GPU})
+
+
 def test_one_who_joins_while_an_ended_search_is_closed_is_waited_for(
     make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,11 +457,15 @@ def test_one_who_joins_while_an_ended_search_is_closed_is_waited_for(
 
 
 def test_what_hangs_is_interrupted(make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "_LATE_SECONDS", -1000.0)
+    monkeypatch.setattr(searching, "_PROBE_SECONDS", 0.0)
     service = make(mlp="cpu")
+    service.thread.want_hardware()
+    assert service.process(0).arguments[0] == "probe"
+    service.until(lambda: service.thread.hardware)
+    monkeypatch.setattr(searching, "_LATE_SECONDS", -1000.0)
     id_ = service.ask("mlp")
     service.until(lambda: service.search(id_).state == "failed")
-    assert service.process(0).is_interrupted
+    assert service.process(1).is_interrupted
     assert service.search(id_).error
 
 
@@ -441,10 +474,10 @@ def test_a_search_waits_while_too_many_files_are_open(
     is_cause: bool, make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shortage = OSError(errno.EMFILE, "Too many open files")
-    tried: list[object] = []
+    tried: list[str] = []
 
-    def fail(*arguments: object) -> None:
-        tried.append(arguments)
+    def fail(arguments: list[str], *_: object) -> None:
+        tried.append(arguments[0])
         if is_cause:
             raise RunnerError("It cannot be started.", "Wait.") from shortage
         raise shortage
@@ -453,23 +486,31 @@ def test_a_search_waits_while_too_many_files_are_open(
     with monkeypatch.context() as patch:
         patch.setattr(searching, "_Process", fail)
         service = make(mlp="cpu")
+        service.thread.want_hardware()
+        service.until(lambda: tried.count("probe") > 1)
+    service.process(0).end(0, {"hardware": "cpu"})
+    service.until(lambda: service.thread.hardware)
+    tried.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(searching, "_Process", fail)
         id_ = service.ask("mlp")
-        service.until(lambda: len(tried) > 1)
+        service.until(lambda: tried.count("search") > 1)
         assert service.search(id_).state == "queued"
-    service.process(0).end(0, DOCUMENT)
+    service.process(1).end(0, DOCUMENT)
     service.until(lambda: service.search(id_).state == "done")
 
 
-def test_a_search_that_cannot_be_started_fails(make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_that_cannot_be_started_is_told(make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(searching, "_Process", fail)
         service = make(mlp="cpu")
-        id_ = service.ask("mlp")
-        service.until(lambda: service.search(id_).state == "failed")
-    assert service.document(id_)["error"]["kind"] == "study"
+        service.thread.want_hardware()
+        service.until(lambda: service.thread.hardware)
+    assert service.thread.hardware is not None
+    assert service.thread.hardware["cpu"]["kind"] == "study"
     assert service.thread.is_alive()
 
 
