@@ -1,9 +1,9 @@
 """Server process that runs jobs or forks a child for each. Started by process.py; messages are lines of JSON.
 
 As a *template* (Linux) it loads the workload once with one thread and forks a child for each job; as a *worker* it runs
-jobs itself, one after the other. A worker may stand by first: it loads the workload with one thread and in little of
-the accelerator's memory, and waits for `take_over`. The parent writes to its standard input and reads its original
-standard output; printed output of the user's code goes to standard error.
+jobs itself, one after the other. A worker may stand by first: it loads the workload with one thread, at low priority
+and in little of the accelerator's memory, and waits for `take_over`. The parent writes to its standard input and reads
+its original standard output; printed output of the user's code goes to standard error.
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ class Server:
 
     def stand_by(self, device: str, state: dict[str, Any], seed: int, **load: Any) -> None:
         """Load the workload and build the model, as far as that takes little of the device's memory."""
+        _lower_priority()
         self._is_standing_by = True
         _call_at_accelerator_starts(self._leave_memory)
         self._limit_to_one_thread()
@@ -152,6 +153,7 @@ class Server:
 
     def take_over(self, device: str) -> None:
         """Run jobs in this process from now on. It has stood by, or is a template from which jobs cannot be forked."""
+        _restore_priority()
         self._is_standing_by = False
         if (accelerator := torch_state.started_accelerator()) is not None:
             set_memory_share(accelerator, 1.0)
@@ -228,6 +230,44 @@ class Server:
 def _has_index(device: str) -> bool:
     """Whether the device has an index: "cuda" means it only after making it current, which starts its driver."""
     return bool(parse_device_name(device)[1])
+
+
+# -- priority of a standby process -------------------------------------------------------------------------------------
+
+_LOWEST_PRIORITY = 19
+_priority_before: list[int] = []  # while the priority is lowered
+
+
+def _lower_priority() -> None:
+    """Lower this process's priority, if that can be undone: on Linux only with CAP_SYS_NICE.
+
+    A thread, which has its own priority, tries it first.
+    """
+    own = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else _LOWEST_PRIORITY
+    can_undo: list[bool] = []
+
+    def attempt() -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
+            os.setpriority(os.PRIO_PROCESS, 0, own)
+            can_undo.append(True)
+
+    if own < _LOWEST_PRIORITY:
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join()
+    if can_undo:
+        _priority_before.append(own)
+        os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
+
+
+def _restore_priority() -> None:
+    """Restore the priority of every thread. Threads started meanwhile have inherited the lower one."""
+    while _priority_before:
+        own = _priority_before.pop()
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), own)
 
 
 # -- a process that others are forked from -----------------------------------------------------------------------------

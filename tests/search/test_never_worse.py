@@ -102,6 +102,20 @@ def test_no_drawn_ledger_has_an_answer_that_is_not_surely_faster(
     assert not math.isnan(decision.evidence.samples_per_second)
 
 
+def test_a_baseline_that_fails_in_its_confirmation_is_said_to_have_failed() -> None:
+    today, other = Setting(precision="fp32", batch_size=8), Setting(precision="fp32", batch_size=32)
+    drawn = [(today, measurement(50.0)), (other, measurement(50.0)), (today, Failure(kind="oom", message="so"))]
+    records = [
+        Record(search_id="s", number=number, candidate=c, purpose="search", outcome=outcome, seconds=1.0)
+        for number, (c, outcome) in enumerate(drawn)
+    ]
+    records[-1] = msgspec.structs.replace(records[-1], purpose="confirm", round=0)
+    ledger = ledger_of(records, Space(candidates=(today, other), baseline=today, has_tf32=True))
+    decision = decide(ledger, environment={}, search=SUMMARY, description=described())
+    assert decision.evidence.baseline.reason == "oom: so"
+    assert "oom: so" in decision.reason
+
+
 def test_there_are_recorded_studies() -> None:
     assert len(RECORDED) > 50
 

@@ -93,7 +93,7 @@ def decide(
         # Trials are compared with trials only.
         baseline_merit = ledger.measured_merits.get(space.baseline, baseline_merit)
         searched = best_runs(_before_confirmation(records), space.baseline, {})
-        compared_baseline = searched if searched.measurements else baseline
+        compared_baseline = searched if searched.measurements and baseline_merit is not None else baseline
     ledger.raise_if_unmeasured()
     ranked = ranking.rank_for(objective, contenders, baseline=baseline_merit, tiers=ledger.tiers)
     improvements = [c for c in ranked if ranking.is_worth_a_change(objective, contenders[c], baseline_merit)]
