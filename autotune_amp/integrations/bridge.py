@@ -15,13 +15,6 @@ from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import metric_values
 
 
-class FrameworkController(PrecisionController):
-    """Controller of a framework, which itself ends a run at a fallback for other batches, with a checkpoint."""
-
-    def _raise_if_batches_differ(self) -> None:
-        pass
-
-
 def config_and_options(source: AmpConfig | Recommendation) -> tuple[AmpConfig, dict[str, Any]]:
     """Return a config, or a recommendation's to train with and the controller's options that it brings: what its run
     needs to know its utilization.

@@ -77,7 +77,6 @@ from autotune_amp.core.setting import DEFAULTS, Setting
 from autotune_amp.dimensions.prepare import prepare
 from autotune_amp.integrations.bridge import (
     AccumulationWindow,
-    FrameworkController,
     config_and_options,
     numeric_metrics,
     raise_if_argument_differs,
@@ -166,7 +165,7 @@ class AutotunePrecision(Precision):
         saved_state = self._controller.state_dict() if self._controller is not None and self._module is module else None
         self._module = module
         options = self._options if is_trained else self._options | {"on_signal": None}
-        self._controller = FrameworkController(self.config, module.trainer.strategy.root_device, **options)
+        self._controller = PrecisionController(self.config, module.trainer.strategy.root_device, **options)
         self._window = AccumulationWindow(self._controller)
         # Not by a callback: a learning rate finder replaces the Trainer's.
         vars(module.trainer.strategy)["training_step"] = self._run_step

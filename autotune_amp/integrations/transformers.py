@@ -53,8 +53,9 @@ from autotune_amp.core.errors import InvalidRequestError, TrainingStoppedError
 from autotune_amp.core.recommendation import Recommendation
 from autotune_amp.dimensions.prepare import prepare
 from autotune_amp.integrations.accelerate import unwrap_optimizers
-from autotune_amp.integrations.bridge import FrameworkController, config_and_options, raise_if_window_differs
+from autotune_amp.integrations.bridge import config_and_options, raise_if_window_differs
 from autotune_amp.precision.forward_wrapper import unwrap
+from autotune_amp.runtime.controller import PrecisionController
 from autotune_amp.runtime.status import metric_values
 
 __all__ = ["AutotuneCallback", "AutotuneTrainer"]
@@ -230,7 +231,7 @@ class AutotuneTrainer(Trainer):
         raise DemotedError(stopped.message, next_step, stopped.config) from stopped
 
 
-class _StopStoringController(FrameworkController):
+class _StopStoringController(PrecisionController):
     """Controller that stores a `TrainingStoppedError` instead of raising it, so that the Trainer saves a checkpoint."""
 
     stopped: TrainingStoppedError | None = None

@@ -79,8 +79,7 @@ class PrecisionController(torch.amp.GradScaler):
     guard: check bf16 and fp32 steps too and skip those that are not finite. False leaves them alone, and undiagnosed.
     halt: raise `NotPrecisionError` or `NoRungFitsError` when the run must not go on; False skips such steps for ever.
     on_demotion: "checkpoint_and_stop" raises `DemotedError` from `update()` after stepping down; so does a fallback
-        with another batch size in a loop that does not go over `windows`, and `autocast()` where it was set by hand or
-        loaded.
+        with another batch size in a loop that does not go over `windows`, also if it was set by hand or loaded.
     promote: go back up, after 2000 clean steps, if a rerun (see `attach`) at 16 times the loss scale is finite.
     on_signal: called in `update()` at the end of the window in which SIGTERM came, as Slurm ends a job; on accelerators
         of the next. Give it on every rank or on none. Afterwards, and by `detach`, the previous handler is restored; it
@@ -164,7 +163,7 @@ class PrecisionController(torch.amp.GradScaler):
     # The loop: autocast, backward, unscale_, step, update.
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return a new context for the forward pass in the current precision. See `on_demotion` for when it raises."""
+        """Return a new context for the forward pass in the current precision."""
         if self._is_moving:
             return nullcontext()
         self._executor.use_own_autocast()
@@ -297,6 +296,7 @@ class PrecisionController(torch.amp.GradScaler):
 
         Raises subclasses of `TrainingStoppedError` when the run must not go on.
         """
+        num_passes = self._check.window.num_passes
         if new_scale is not None:
             scale = check_scale(float(new_scale))
             growth_tracker = self._scaler.current_growth_tracker()
@@ -313,6 +313,7 @@ class PrecisionController(torch.amp.GradScaler):
                         "Call step(optimizer), or unscale_(optimizer), for each optimizer first.",
                     )
             self._end_window()
+        self._executor.raise_if_batches_differ(num_passes)
         if self._end_signal is not None:
             self._end_signal.end_window()
 
@@ -325,7 +326,6 @@ class PrecisionController(torch.amp.GradScaler):
             self._read_verdicts(0)
 
     def _begin_window(self, *, has_run: bool = False) -> None:
-        self._raise_if_batches_differ()
         self._is_in_window = True
         model, window = self._executor.model, self._check.window
         if window.num_passes > 0 and self._may_be_dropped() and not self._executor.optimizers.may_hold_gradients():
@@ -341,9 +341,6 @@ class PrecisionController(torch.amp.GradScaler):
             self._watches_backward = True
         if model is not None and window.num_passes == 0:
             model.begin_window(has_run=has_run)
-
-    def _raise_if_batches_differ(self) -> None:
-        self._executor.raise_if_batches_differ()
 
     def _may_be_dropped(self) -> bool:
         """Return whether the loop may have left the window's step out, if no gradients are left."""

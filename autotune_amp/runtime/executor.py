@@ -440,15 +440,14 @@ class Executor:
         own = self.own_config
         return (plan.batch_size, plan.accumulation_steps) != (own.batch_size, own.accumulation_steps)
 
-    def raise_if_batches_differ(self) -> None:
-        """Raise `DemotedError` before a training pass if the precision was measured with other batches than the loop's.
+    def raise_if_batches_differ(self, num_passes: int) -> None:
+        """Raise `DemotedError` after a window of `num_passes` if the current precision was measured with other batches.
 
-        So it is after a move by hand, or a checkpoint of such a precision, unless the loop goes over `windows`.
+        So it is after a move by hand, or a checkpoint of such a precision, unless the loop took over its batches too.
         """
-        keeps_batches = torch.is_grad_enabled() and not (self.is_off or self.uses_windows)
-        rung = self.policy.rung if keeps_batches else 0
+        rung = 0 if self.is_off or self.uses_windows else self.policy.rung
         plan = self.plans[rung - 1] if rung else None
-        if plan is not None and self._needs_other_batches(plan):
+        if plan is not None and self._needs_other_batches(plan) and num_passes != plan.accumulation_steps:
             raise DemotedError(
                 f"The precision is now {plan.precision}, which was measured with batch size {plan.batch_size} and "
                 f"{plan.accumulation_steps} accumulation steps; the loop keeps the config's batch size of "

@@ -84,25 +84,6 @@ def test_a_run_that_has_to_stop_ends_with_a_checkpoint_to_go_on_from(tmp_path: P
     assert are_finite(resumed.model)
 
 
-def test_a_stop_that_is_known_after_the_end_of_a_step_saves_a_checkpoint_too(tmp_path: Path) -> None:
-    """As where a callback asks for the status, which waits for verdicts of a GPU."""
-    from trainer_samples import rows, trainer
-    from transformers import TrainerCallback
-
-    class Asking(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 3:
-                run.controller._store_stop_error(lambda: run.controller.set_precision("fp32"))
-
-    plan = FallbackPlan(precision="fp32", batch_size=BATCH // 2, accumulation_steps=2)
-    run = trainer(fp16(plan), tmp_path, rows(10 * BATCH), max_steps=10)
-    run.add_callback(Asking())
-    with pytest.raises(DemotedError) as raised:
-        run.train()
-    assert raised.value.config.batch_size == BATCH // 2
-    assert Path(last_checkpoint(tmp_path)).name == "checkpoint-4"
-
-
 def test_in_fp32_it_trains_as_the_trainer_does(tmp_path: Path) -> None:
     from trainer_samples import Notes, arguments, rows, trainer
     from transformers import Trainer

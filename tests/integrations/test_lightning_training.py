@@ -136,31 +136,6 @@ def test_a_fallback_measured_with_another_batch_size_ends_with_a_checkpoint_to_g
         trainer(tmp_path, **trainer_arguments(config)).fit(Net(), loader(), ckpt_path=path)
 
 
-@pytest.mark.parametrize("is_manual", [False, True])
-def test_a_plan_for_smaller_batches_that_was_asked_for_ends_with_a_checkpoint_too(
-    tmp_path: Path, is_manual: bool
-) -> None:
-    from lightning.pytorch import Callback
-    from lightning_samples import Net, Pair, loader, trainer
-
-    from autotune_amp.integrations.lightning import AutotuneCallback, trainer_arguments
-
-    class Asking(Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 3:
-                controller_of(trainer).set_precision("fp32")
-
-    net: Any = Pair(first_large=9) if is_manual else Net()
-    config, ending = (
-        fp16(fallback=[FallbackPlan(precision="fp32", batch_size=2, accumulation_steps=2)]),
-        AutotuneCallback(),
-    )
-    trainer(tmp_path, **trainer_arguments(config, callbacks=[ending, Asking()])).fit(net, loader())
-    assert ending.demotion is not None
-    assert ending.demotion.config.batch_size == 2
-    assert Path(str(ending.checkpoint_path)).exists()
-
-
 def test_a_failure_is_diagnosed_after_a_search_for_the_learning_rate_too(tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import LearningRateFinder
     from lightning_samples import Net, loader, trainer
