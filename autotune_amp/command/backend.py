@@ -539,7 +539,8 @@ class CommandBackend(WorkloadBackend):
             seed=trial.seed,
             environment=environment,
             round=trial.round,
-            counts_flops=bool(trial.candidate.arguments),  # those of today's arguments are in the description
+            # Those of today's arguments are in the description.
+            counts_flops=bool(trial.candidate.arguments) and trial.purpose != "confirm",
         )
 
     def _check(self, check: Check) -> Fidelity | Failure:

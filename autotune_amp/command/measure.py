@@ -131,7 +131,7 @@ def measurement(events: RunEvents, trial: Trial, began: float, memory_bytes: int
         num_steps_taken=len(rank.primary_steps),
         first_losses=first_losses if all(map(math.isfinite, first_losses)) else (),
         num_first_tokens=_num_tokens(first_steps) if len(first_steps) == NUM_FIRST_STEPS else None,
-        counted_flops=_counted_flops(rank, round(rate * step_seconds / len(events.ranks))),
+        counted_flops=_counted_flops(rank, max(1, round(rate * step_seconds / len(events.ranks)))),
     )
 
 

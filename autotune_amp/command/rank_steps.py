@@ -190,11 +190,11 @@ class Rank:
 
     def _num_warmup_steps(self) -> int | None:
         """Return the number of steps until the step time was steady, None while it is not. Steps with compilations are
-        ignored.
+        ignored, and so is the second one where its operations were counted, which takes several times as long.
         """
         pace, group_seconds, warming_seconds = self.primary_steps, list[float](), 0.0
         for i, j in self._sync_spans(pace):
-            if pace[i].num_compilations == pace[j].num_compilations:
+            if pace[i].num_compilations == pace[j].num_compilations and not (i == 0 and self.flops is not None):
                 seconds = pace[j].time - pace[i].time
                 group_seconds.append(seconds / (j - i))
                 warming_seconds += seconds

@@ -278,7 +278,7 @@ def verdict_on(candidate: Setting, space: Space, fidelity: Mapping[Setting, Fide
         return None
     reason_and_next_step = (
         "the search had no time for its check, or expected another answer",
-        "Check it with `autotune-amp fidelity`.",
+        "Give a larger --budget, or check it with `autotune-amp fidelity` (`check_fidelity` in Python).",
     )
     if not is_checkable(candidate, space):
         reason_and_next_step = (

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import said
 
+from autotune_amp.command.messages import Flops
 from autotune_amp.command.rank_steps import Rank
 
 
@@ -43,6 +44,22 @@ def test_steps_of_the_optimizer_that_steps_least_often(steps: Sequence[int], lin
 def test_parameters_of_an_optimizer_that_is_replaced_do_not_count() -> None:
     assert len(rank_of([0, 0, 1, 1, 2, 2], "aaa").running_optimizers) == 1
     assert len(rank_of([0, 1, 2, 0, 1, 2], "aaa").running_optimizers) == 3
+
+
+def test_a_step_whose_operations_were_counted_does_not_make_the_warm_up_shorter() -> None:
+    num_warmup: list[int | None] = []
+    for counted_seconds in (0.0, 5.0):
+        rank, now = Rank(1), 0.0
+        rank.add(said.optimizer(1))
+        for number in range(1, 30):
+            now += max(0.08, 0.14 - 0.01 * number) + (counted_seconds if number == 2 else 0.0)
+            rank.add(said.step(1, number, time=now))
+        if counted_seconds:
+            rank.add(Flops(pid=1, time=0.0, flops=8, problem=None, num_samples=8, num_positions=0))
+        num_warmup.append(rank._num_warmup_steps())
+    assert num_warmup[1] is not None
+    assert num_warmup[0] is not None
+    assert num_warmup[1] >= num_warmup[0] > 2
 
 
 @pytest.mark.parametrize("num_drawn", [0, 1])  # of the validation loader's batches, before the first step

@@ -568,8 +568,8 @@ def utilization(
 ) -> Utilization:
     """Return the utilization of the device's arithmetic by the recommended config.
 
-    The operations of one batch, counted in a check or a profile, are scaled by positions of tokens if both sides know
-    these, else by samples.
+    The operations of one batch, counted in the workload's description, a trial, a check or a profile, are scaled by
+    positions of tokens if both sides know these, else by samples.
     """
     evidence, config = decision.evidence, decision.config
     of_description = [] if workload.counted_flops is None or config.arguments else [workload.counted_flops]
