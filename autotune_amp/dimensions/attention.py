@@ -76,14 +76,15 @@ class _Attention(Variant):
             return f"the process has switched this backend off, by {flag} or sdpa_kernel"
         return None
 
-    def change(self, value: str, live: LiveTraining) -> Callable[[], None]:  # noqa: ARG002 - set for the process
+    def change(self, value: str, live: LiveTraining) -> Callable[[], None]:
         """Prefer this backend in the process; return a function that restores what the process preferred before."""
         import torch
 
         from autotune_amp.precision.torch_state import default_sdp_order, started_accelerator
 
         if (accelerator := started_accelerator()) is not None:
-            default_sdp_order(accelerator)  # torch would set it later, over this one
+            is_on_accelerator = live.device.type == accelerator.type
+            default_sdp_order(live.device if is_on_accelerator else accelerator)  # torch would set it later, over this
         before = backends_in_use()
         torch._C._set_sdp_priority_order([_number(name) for name in _preferring(value)])
         if value == "math":  # on CPUs PyTorch ignores the order

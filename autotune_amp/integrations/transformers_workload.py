@@ -157,18 +157,19 @@ def _optimizer(trainer: Trainer, sendable: Trainer) -> Any:
 def _options_of(optimizer: torch.optim.Optimizer, *, has_rates: bool) -> tuple[Any, ...]:
     """Return the class and defaults of the optimizer, and the number of parameters and the options of each group.
 
-    Options are arguments of its class: in training some optimizers, as schedule-free ones, keep their state beside
-    them. A learning rate is the one before the schedule; it is left out unless `has_rates`.
+    Options of a group are arguments of its class: in training some optimizers, as schedule-free ones, keep their state
+    beside them. A learning rate is the one before the schedule; it is left out unless `has_rates`.
     """
-    defaults = {name: optimizer.defaults.get(name) for name in constructor_arguments(type(optimizer))}
+    named = set(constructor_arguments(type(optimizer)))
     groups = [
         (
             len(group["params"]),
             group.get("initial_lr", group.get("lr")) if has_rates else None,
-            {name: group[name] for name in defaults.keys() & group.keys() - {"lr"}},
+            {name: group[name] for name in named & group.keys() - {"lr"}},
         )
         for group in optimizer.param_groups
     ]
+    defaults = {"differentiable": False, **optimizer.defaults}  # Accelerate's load_state_dict adds this one
     return type(optimizer), defaults, groups
 
 

@@ -410,7 +410,7 @@ def move_to_accelerator(device: torch.device) -> None:
     for reference in _from_accelerator:
         if (tensor := reference()) is None:
             continue
-        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_quantized:
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             tensor.data = tensor.data.to(device)
             continue
         storage, place = tensor.untyped_storage(), (tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -182,7 +182,9 @@ def test_in_a_python_of_that_version(mine: Path, version: str) -> None:
     if python is None or subprocess.run([python, "-c", ""], check=False, capture_output=True).returncode:
         pytest.skip(f"there is no python{version} here")
     before = snapshot(mine)
-    ran = run_command([python, "-c", f"{PREAMBLE}open('mine', 'w').close()\n{UPDATED}open('old/file', 'w')"])
+    shown = "print('runs', '%d.%d' % sys.version_info[:2], flush=True)\n"
+    ran = run_command([python, "-c", f"{PREAMBLE}{shown}open('mine', 'w').close()\n{UPDATED}open('old/file', 'w')"])
+    assert f"runs {version}\n" in ran.state.printed
     assert ran.events.of(Hello)
     assert ran.events.first(Refused) is not None, ran.state.printed
     assert not ran.events.of(Error)

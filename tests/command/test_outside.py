@@ -255,14 +255,27 @@ assert "forward" in vars(model) and "forward" in vars(generator)
 
 
 def test_a_model_that_is_exported_has_no_autocast_region(ran: Ran) -> None:
+    recurrent = """
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRU(16, 4)
+    def forward(self, x):
+        return self.cell(x)[0]
+recurrent = Recurrent()
+recurrent.cell(inputs)
+"""
     text = """
 assert "forward" in vars(model)
 assert "aten::to" not in str(torch.jit.trace(model, x).inlined_graph)
 assert torch.equal(torch.jit.script(model)(x), type(model).forward(model, x))
 program = str(torch.export.export(model, (x,)).graph)
 assert "autocast" not in program and "bfloat16" not in program
+own = recurrent.cell.forward
+assert torch.equal(torch.jit.script(recurrent)(x), nn.GRU.forward(recurrent.cell, x)[0]), "it has overloads"
+assert vars(recurrent.cell)["forward"] is own
 """
-    assert precision_of(ran(LOADER + STEPS + text, precision="bf16")) == "bf16"
+    assert precision_of(ran(LOADER + recurrent + STEPS + text, precision="bf16")) == "bf16"
 
 
 SCALED = """

@@ -290,6 +290,7 @@ def test_flags_stay_as_the_trials_of_a_command_had_them_where_fp32_is_set_from_o
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert (lines[0], lines[1], lines[-1]) == ("PrecisionController True", "torch.float32 1.0", "cudnn True")
+    assert "fp32 (was bf16) in autocast" in done.stderr
 
 
 def test_a_scripts_own_scale_may_begin_above_our_limit(tmp_path: Path) -> None:

@@ -242,6 +242,16 @@ class Rounding(torch.optim.SGD):
         self.bits = bits
 
 
+class Renaming(torch.optim.Optimizer):
+    """Its defaults have other names than its arguments, as far as these have names."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, "num_bits": options.get("bits", 32)})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Leave the parameters."""
+
+
 class ScheduleFree(torch.optim.Optimizer):
     """As those of schedule-free learning, it counts its steps among the options of its groups."""
 
@@ -305,6 +315,21 @@ def test_a_trial_copies_the_optimizer_of_the_user_also_of_the_trainers_class_and
             made = trial(Workload.from_trainer(live)).optimizer
         assert isinstance(made, torch.optim.SGD)
         assert made.defaults["lr"] == 0.25
+        if not is_trained:
+            live.train()
+
+
+def test_the_users_optimizer_is_known_by_options_that_are_no_named_arguments(tmp_path: Path) -> None:
+    live = trainer(tmp_path)
+    live.optimizer_cls_and_kwargs = Renaming, {"lr": 0.2}
+    groups = [
+        {name: group[name] for name in ("params", "weight_decay")} for group in live.create_optimizer().param_groups
+    ]
+    live.optimizer = Renaming(groups, lr=0.2, bits=8)
+    for is_trained in (False, True):
+        with another_process():
+            made: Any = trial(Workload.from_trainer(live)).optimizer
+        assert {group["num_bits"] for group in made.param_groups} == {8}
         if not is_trained:
             live.train()
 

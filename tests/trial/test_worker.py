@@ -27,7 +27,7 @@ from autotune_amp.hardware import identify
 from autotune_amp.precision import torch_state
 from autotune_amp.processes.local import LocalBackend, Payload
 from autotune_amp.trial import memory, worker, worst_batch
-from autotune_amp.trial.context import Context, make_model
+from autotune_amp.trial.context import Context, make_model, move_to_accelerator, restore_on_cpu
 from autotune_amp.trial.jobs import Describe, ProbeJob, Trial
 from autotune_amp.trial.timing import Timing
 from autotune_amp.trial.worker import cudnn_flags_in_use, users_precision
@@ -53,6 +53,19 @@ def test_the_callers_flags_are_applied_once_more_when_the_device_has_started(mon
 def described(workload: Workload, **fields: Any) -> Any:
     asked = Describe(device="cpu", torch_state=torch_state.capture(), **fields)
     return worker.describe(Context(workload, is_kept=False), asked, lambda event: None)
+
+
+def test_tensors_move_to_the_accelerator_with_their_sign_and_as_views_of_the_same_memory() -> None:
+    whole = torch.tensor([1 + 2j, 3 + 4j])
+    conjugate, negative, part = (
+        restore_on_cpu(view, ()) for view in (whole.conj, lambda: whole.conj().imag, lambda: whole[1:])
+    )
+    assert negative.is_neg()
+    move_to_accelerator(torch.device("cpu"))
+    assert conjugate.tolist() == [1 - 2j, 3 - 4j]
+    assert negative.tolist() == [-2, -4]
+    whole[1] = 5
+    assert part.tolist() == [5]
 
 
 def test_a_model_that_the_workload_put_on_the_gpu_counts_as_the_trials_memory(monkeypatch: pytest.MonkeyPatch) -> None:

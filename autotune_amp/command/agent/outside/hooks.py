@@ -252,15 +252,28 @@ class _ForwardInAutocast:
 
 
 def _hook_scripting() -> None:
-    """Let ``torch.jit.script`` compile the script's own forward of a module that has a `_ForwardInAutocast`."""
-    recursive: Any = torch.jit._recursive
-    make_stub = recursive.make_stub
+    """Let TorchScript compile the script's own forward of each module that has a `_ForwardInAutocast`."""
+    recursive: Any = getattr(torch.jit, "_recursive", None)
+    create = getattr(recursive, "create_script_module", None)
+    if create is None:  # another version of torch, whose private functions differ
+        return
 
-    @functools.wraps(make_stub)
-    def make_stub_(function: Any, name: str) -> Any:
-        return make_stub(function._forward if isinstance(function, _ForwardInAutocast) else function, name)
+    @functools.wraps(create)
+    def create_(module: Any, *args: Any, **kwargs: Any) -> Any:
+        wrapped = [
+            (vars(part), forward)
+            for part in module.modules()
+            if isinstance(forward := vars(part).get("forward"), _ForwardInAutocast)
+        ]
+        for attributes, forward in wrapped:
+            attributes["forward"] = forward._forward
+        try:
+            return create(module, *args, **kwargs)
+        finally:
+            for attributes, forward in wrapped:
+                attributes["forward"] = forward
 
-    recursive.make_stub = make_stub_
+    recursive.create_script_module = create_
 
 
 def _set_saved_batch_size(loader: Any, size: int) -> None:
