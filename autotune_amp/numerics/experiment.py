@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from autotune_amp.core.config import MIN_LOSS_SCALE
 from autotune_amp.core.outcome import Fidelity, LostUpdates, after_steps
 from autotune_amp.core.precisions import Precision
@@ -140,16 +142,20 @@ class ReferencePass(NamedTuple):
 def least_host_bytes(subject: CheckInputs) -> int:
     """Return the host memory in bytes that a check takes at least.
 
-    That is a copy of its models, and for each trained weight the errors of two batches and the sum of their gradients.
+    That is a copy of its models, and for each trained weight the errors of three batches, fewer of which give no
+    interval, and the sum of their gradients.
     """
     models = dict.fromkeys((subject.model, (subject.reference or subject).model))
     values = [value for model in models for value in (*model.parameters(), *model.buffers())]
     copied_bytes = sum(value.numel() * value.element_size() for value in values)
-    return copied_bytes + (2 * ERROR_BYTES + SUM_BYTES) * _num_trained(subject)
+    return copied_bytes + (3 * ERROR_BYTES + SUM_BYTES) * _num_trained(subject)
 
 
 def _num_trained(subject: CheckInputs) -> int:
-    return sum(parameter.numel() for parameter in subject.model.parameters() if parameter.requires_grad)
+    """Return the number of trained weights, without those whose gradients are sparse and take little."""
+    tables = (m for m in subject.model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse)
+    sparse = {id(table.weight) for table in tables}
+    return sum(p.numel() for p in subject.model.parameters() if p.requires_grad and id(p) not in sparse)
 
 
 class Experiment:
@@ -434,13 +440,14 @@ class Experiment:
         return [i for i, one in enumerate(batches) if not any(are_equal(one, other) for other in batches[:i])]
 
     def _can_compare_another(self, num_batches: int) -> bool:
-        """Return whether to compare another batch after `num_batches`: two at least, more if there is time, and twice
-        the memory on the host that its errors take.
+        """Return whether to compare another batch after `num_batches`: two at least, more if there is time, and more
+        than three if twice the memory is free on the host that its errors take.
         """
         share = EXTRA_BATCH_SHARE if num_batches >= MIN_NUM_BATCHES else BATCH_SHARE
         has_time = self._elapsed_seconds() < share * self._seconds
         error_bytes = ERROR_BYTES * _num_trained(self._subject)
-        return num_batches < 2 or (has_time and 2 * error_bytes <= host.free_memory_bytes())
+        has_memory = num_batches < 3 or 2 * error_bytes <= host.free_memory_bytes()
+        return num_batches < 2 or (has_time and has_memory)
 
     def _elapsed_seconds(self) -> float:
         return time.perf_counter() - self._started

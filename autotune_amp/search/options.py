@@ -98,7 +98,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in arguments.items():
             field = _FIELDS.get(name, name)
             try:
-                parsed = _PARSERS[name](value) if name in _PARSERS else value
+                plain = _without_numpy(value)
+                parsed = _PARSERS[name](plain) if name in _PARSERS else plain
                 fields[field] = msgspec.convert(parsed, _DECLARED[field].type)
             except (ValueError, TypeError, msgspec.ValidationError) as error:
                 raise _invalid_option(name, value, _OPTIONS[name]) from error
@@ -154,13 +155,22 @@ def is_count(value: Any) -> bool:
     return value is None or (type(value) is int and value >= 1)
 
 
+def _without_numpy(value: Any) -> Any:
+    """Return a value whose numbers are Python's where they were NumPy's."""
+    if isinstance(value, (list, tuple)):
+        return [_without_numpy(each) for each in value]
+    return value.item() if hasattr(value, "item") else value
+
+
 def _effective(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value != "free" else value
 
 
 def _pair(value: Any) -> Any:
     """Return the parts of "A:B", numbers as such; any other value unchanged."""
-    return [int(part) if part.isdecimal() else part for part in value.split(":")] if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return [int(part) if part.isdecimal() else part for part in map(str.strip, value.split(":"))]
 
 
 def _batch_range(value: Any) -> Any:
@@ -179,7 +189,7 @@ def _devices(value: Any) -> Any:
 
 
 def _precisions(value: Any) -> tuple[str, ...] | None:
-    names = [value] if isinstance(value, str) else value or ()
+    names = [value] if isinstance(value, str) else () if value is None else value
     if not isinstance(names, Sequence):
         raise TypeError(value)
     return tuple(dict.fromkeys(names)) or None

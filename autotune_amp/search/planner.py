@@ -374,31 +374,37 @@ class Planner:
             num_starts = min(1, num_starts)
         return self.runs_seconds(ledger.actual, runs, math.ceil(num_starts / job_defaults.num_together))
 
-    def forecast(self, ledger: Ledger) -> str:
+    def forecast(self, ledger: Ledger, *, may_fork: bool) -> str:
         """Return sentences that predict the time of a process start, of comparing precisions, and of confirming, and
         the number of starts of a command.
+
+        `may_fork`: trials run in forked processes, each of which builds its own model.
         """
         job_defaults, space = self.job_defaults, ledger.space
-        start, num_together = job_defaults.start_seconds, job_defaults.num_together
-        num_precisions = len({c.precision for c in (*space.candidates, space.baseline)})
-        starting = start / num_together if job_defaults.are_trials_fresh else job_defaults.description.build_seconds
-        comparing = num_precisions * (starting + FORESEEN_SECONDS)
+        start = job_defaults.start_seconds
+        precisions = {c.precision for c in (*space.candidates, space.baseline)}
+        num_together = job_defaults.num_together
+        num_starts = math.ceil(len(precisions) / num_together)
+        starting = num_starts * start if job_defaults.are_trials_fresh else 0.0
+        building = len(precisions) * job_defaults.setup_seconds if may_fork and not starting else 0.0
+        comparing = starting + building + len(precisions) * FORESEEN_SECONDS
         num_starts = 1 if job_defaults.loads_together else MIN_ROUNDS * (1 if job_defaults.shares_processes else 2)
         confirming = math.ceil(num_starts / num_together) * start + MIN_ROUNDS * 2 * (CONFIRM_SECONDS + 1)
         forecast = (
-            f"A process takes {duration(start)} to start here. Comparing {count(num_precisions, 'precision')} at "
+            f"A process takes {duration(start)} to start here. Comparing {count(len(precisions), 'precision')} at "
             f"batch {space.baseline.batch_size}: about {duration(comparing)}; then batch sizes and other settings, as "
             f"far as they are worth it; confirming the best: about {duration(confirming)}."
         )
         if not job_defaults.are_trials_fresh:
             return forecast
+        num_values = sum(map(len, space.variants.values()))
         num_checking = 2 * _has_checks(space)  # in each precision
-        # A trial counts as a round of the confirmation.
-        num_starts = num_precisions + sum(map(len, space.variants.values())) + num_checking + 2 * (MIN_ROUNDS - 1)
+        num_starts = len(precisions) + num_values + num_checking + 2 * (MIN_ROUNDS - 1)  # a trial counts as a round
+        seconds = num_starts * (start / num_together + FORESEEN_SECONDS)
         at_a_time = "" if num_together == 1 else f", of which up to {num_together} load at the same time"
         return (
-            f"{forecast} That is {count(num_starts, 'start')} of the command{at_a_time}, about "
-            f"{duration(num_starts * (starting + FORESEEN_SECONDS))}, and one for each other batch size."
+            f"{forecast} That is {count(num_starts, 'start')} of the command{at_a_time}, about {duration(seconds)}, "
+            "and one for each other batch size."
         )
 
     # -- shares of the time --------------------------------------------------------------------------------------------

@@ -231,7 +231,7 @@ class _Search:
             if untried_seed(ledger, planner.job_defaults) is not None:
                 for line in self._source.plan_lines(ledger.space, planner.job_defaults.description):
                     self._progress.note(line)
-                self._progress.note(planner.forecast(ledger))
+                self._progress.note(planner.forecast(ledger, may_fork="share_build" in backend.abilities))
             share_building(backend, planner, ledger, self._progress)
             for _ in run_stages(search_stages(study), runner):
                 study.catch_up(ledger)

@@ -96,15 +96,16 @@ def test_steps_on_an_accelerator_are_measured_where_evaluations_follow_few_of_th
     assert {interval.num_samples / interval.num_steps for interval in intervals} == {batch_size}
 
 
-@pytest.mark.parametrize("num_steps_of_batch", [1, 2])
+@pytest.mark.parametrize(("num_steps_of_batch", "num_steps_of_loader"), [(1, 32), (2, 32), (1, 8)])
 def test_steps_on_an_accelerator_are_not_waited_for_at_each_batch(
-    observed: observer.Observer, num_steps_of_batch: int, monkeypatch: pytest.MonkeyPatch
+    observed: observer.Observer, num_steps_of_batch: int, num_steps_of_loader: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", Mock())
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {})
     optimizer = optimizer_on("cuda:0")
     for number in range(32):
-        observed.loaders.num_samples["0"] = 8 * (1 + number // num_steps_of_batch)
+        loader = str(number // num_steps_of_loader)  # one that is made anew in each epoch has another index
+        observed.loaders.num_samples[loader] = 8 * (1 + number // num_steps_of_batch)
         observed.report_step(optimizer)
     steps = [call.kwargs for call in observed.channel.add.call_args_list]  # type: ignore[attr-defined]
     settled = [number for number, step in enumerate(steps, 1) if step.get("is_settled")]

@@ -32,7 +32,7 @@ from torch.nn import functional
 from autotune_amp.core.outcome import Fidelity
 from autotune_amp.core.precisions import Precision
 from autotune_amp.hardware import host
-from autotune_amp.numerics.experiment import NUM_PAIRED_STEPS, Experiment
+from autotune_amp.numerics.experiment import NUM_PAIRED_STEPS, Experiment, least_host_bytes
 from autotune_amp.numerics.fidelity import check
 from autotune_amp.numerics.locate import OUTSIDE
 from autotune_amp.numerics.passes import CheckInputs, Passes, stored_values
@@ -107,7 +107,15 @@ def test_in_less_time_fewer_batches_are_looked_at_and_no_training_is_made() -> N
 def test_with_less_memory_on_the_host_fewer_batches_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "free_memory_bytes", lambda: 0)
     found = checked(build("MLP"), "bf16")
-    assert (found.verdict, found.num_passes) == ("faithful", 2 + 2 * 2 + 2 * NUM_PAIRED_STEPS)
+    assert (found.verdict, found.num_passes) == ("faithful", 2 + 2 * 3 + 2 * NUM_PAIRED_STEPS)
+    assert found.common_error_interval is not None
+
+
+def test_a_table_with_sparse_gradients_takes_no_memory_for_its_errors() -> None:
+    tables = [nn.Embedding(1000, 8, sparse=is_sparse) for is_sparse in (False, True)]
+    dense, sparse = (least_host_bytes(subject(table, mean_square, x=lambda: torch.zeros(1))) for table in tables)
+    assert sparse == 4 * 8000
+    assert dense > 2 * sparse
 
 
 def test_in_less_time_fewer_samples_are_looked_at_where_batches_can_be_cut() -> None:

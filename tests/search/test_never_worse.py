@@ -104,7 +104,11 @@ def test_no_drawn_ledger_has_an_answer_that_is_not_surely_faster(
 
 def test_a_baseline_that_fails_in_its_confirmation_is_said_to_have_failed() -> None:
     today, other = Setting(precision="fp32", batch_size=8), Setting(precision="fp32", batch_size=32)
-    drawn = [(today, measurement(50.0)), (other, measurement(50.0)), (today, Failure(kind="oom", message="so"))]
+    drawn: list[tuple[Setting, Outcome]] = [
+        (today, measurement(50.0)),
+        (other, measurement(50.0)),
+        (today, Failure(kind="oom", message="so")),
+    ]
     records = [
         Record(search_id="s", number=number, candidate=c, purpose="search", outcome=outcome, seconds=1.0)
         for number, (c, outcome) in enumerate(drawn)

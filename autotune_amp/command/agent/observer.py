@@ -93,8 +93,9 @@ class Observer:
         self.num_steps = 0
         self._optimizers: list[Any] = []  # weak references, in the order of their first steps
         self._num_steps_of: list[int] = []  # by index of the optimizer
-        # By index of the optimizer, for each loader: samples at its latest step, number of steps that it yielded for.
-        self._loaded_for: list[tuple[dict[str, int], Counter[str]]] = []
+        # By index of the optimizer, for each loader: samples at its latest step, number of steps that it yielded for;
+        # and how many loaders yielded for the latest step.
+        self._loaded_for: list[tuple[dict[str, int], Counter[str], int]] = []
         self._running_step_frame: Any = None  # frame of the outermost running `Optimizer.step`, None outside of one
         self._num_nested = 0  # running `Optimizer.step` calls inside the outermost
         self.has_stepped = False  # whether an optimizer has stepped since the latest GradScaler.step began
@@ -289,14 +290,17 @@ class Observer:
             self.diagnosis.after_step(optimizer, step)
 
     def _follows_evaluation(self, index: int) -> bool:
-        """Whether a loader has yielded batches for this step of an optimizer that yields for less than half of them, as
-        one for evaluation does (`Rank.training_loaders`): that of a loop with two steps for each batch does not.
+        """Whether more loaders have yielded batches for this step of an optimizer than for its previous one, among them
+        one that yields for less than half of the steps, as one for evaluation does (`Rank.training_loaders`): that of a
+        loop with two steps for each batch does not.
         """
-        num_samples, num_steps_with = self._loaded_for[index]
+        num_samples, num_steps_with, num_before = self._loaded_for[index]
         yielding = [name for name, num in self.loaders.num_samples.items() if num != num_samples.get(name, 0)]
         num_samples.update(self.loaders.num_samples)
         num_steps_with.update(yielding)
-        return any(2 * num_steps_with[name] < self._num_steps_of[index] for name in yielding)
+        self._loaded_for[index] = num_samples, num_steps_with, len(yielding)
+        is_rare = any(2 * num_steps_with[name] < self._num_steps_of[index] for name in yielding)
+        return is_rare and num_before < len(yielding)  # else it takes the place of a loader of an earlier epoch
 
     def _count_flops(self, num_steps: int) -> None:
         """Count the floating-point operations of the first optimizer's second step, which is part of the warm-up and
@@ -390,7 +394,7 @@ class Observer:
         parameters = passes.parameters_of(optimizer)
         self._optimizers.append(weakref.ref(optimizer))
         self._num_steps_of.append(0)
-        self._loaded_for.append(({}, Counter()))
+        self._loaded_for.append(({}, Counter(), 0))
         self.device = next((p.device for p in parameters if p.device.type != "cpu"), self.device)
         untrained = {id(p): p for module in self.live_modules() for p in module.parameters() if not p.requires_grad}
         self._devices |= {self.device, *(p.device for p in (*parameters, *untrained.values()))}

@@ -369,8 +369,10 @@ def _row(
     (low, high), (base_low, base_high) = (
         _per_sample(r, m) for r, m in ((record.candidate, outcome), (reference, reference_measurement))
     )
-    speedup = throughput(ledger.objective, outcome) / throughput(ledger.objective, reference_measurement)
-    # Of the tokens in a sample, if the objective compares tokens, else 1.
+    has_tokens = None not in (outcome.tokens_per_second, reference_measurement.tokens_per_second)
+    objective = ledger.objective if has_tokens else "speed"
+    speedup = throughput(objective, outcome) / throughput(objective, reference_measurement)
+    # Of the tokens in a sample, if tokens are compared, else 1.
     ratio = speedup * reference_measurement.samples_per_second / outcome.samples_per_second
     verdict = ledger.fidelity.get(check_key(record.candidate))
     is_equal = "numerics" not in dimension.affects or (verdict is not None and verdict.is_equal)
