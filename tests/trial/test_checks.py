@@ -245,7 +245,7 @@ def test_a_bad_verdict_is_told_before_culprits_are_looked_for() -> None:
 def test_what_the_hosts_memory_cannot_hold_is_unchecked(
     monkeypatch: pytest.MonkeyPatch, free_bytes: int, *, is_checked: bool
 ) -> None:
-    """A copy of two million weights takes 8.4 MB, the errors and sums of the one million that is trained 10.5 MB more."""
+    """A copy of two million weights takes 8.4 MB; errors and sums of the one million that is trained, 10.5 MB more."""
     monkeypatch.setattr(host, "free_memory_bytes", lambda: free_bytes)
     model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).requires_grad_(False)
     model[1].requires_grad_()
