@@ -79,7 +79,8 @@ class PrecisionController(torch.amp.GradScaler):
     guard: check bf16 and fp32 steps too and skip those that are not finite. False leaves them alone, and undiagnosed.
     halt: raise `NotPrecisionError` or `NoRungFitsError` when the run must not go on; False skips such steps for ever.
     on_demotion: "checkpoint_and_stop" raises `DemotedError` from `update()` after stepping down; so does a fallback
-        with another batch size in a loop that does not go over `windows`, also if it was set by hand or loaded.
+        with another batch size in a loop that does not go over `windows`, also if it was set by hand or loaded, unless
+        the loop's windows then have the fallback's number of passes.
     promote: go back up, after 2000 clean steps, if a rerun (see `attach`) at 16 times the loss scale is finite.
     on_signal: called in `update()` at the end of the window in which SIGTERM came, as Slurm ends a job; on accelerators
         of the next. Give it on every rank or on none. Afterwards, and by `detach`, the previous handler is restored; it

@@ -159,7 +159,7 @@ def _without_numpy(value: Any) -> Any:
     """Return a value whose numbers are Python's where they were NumPy's."""
     if isinstance(value, (list, tuple)):
         return [_without_numpy(each) for each in value]
-    return value.item() if hasattr(value, "item") else value
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _effective(value: Any) -> Any:

@@ -385,7 +385,7 @@ def throughput(objective: Objective, measurement: Measurement) -> float:
 def merit(measurements: Sequence[Measurement], applied_share: float = 1.0, *, objective: Objective = "speed") -> Merit:
     """Return the merit of one candidate from its processes. Only samples that reach the optimizer count."""
     joules = joules_per_sample(measurements)
-    with_tokens = [m for m in measurements if m.tokens_per_second is not None]
+    with_tokens = [m for m in measurements if objective == "tokens" and m.tokens_per_second is not None]
     return Merit(
         speed=median(throughput(objective, m) for m in with_tokens or measurements) * applied_share,
         peak_memory_bytes=max(m.peak_memory_bytes for m in measurements),

@@ -143,9 +143,14 @@ def test_a_command_with_placeholders_is_described_followed_and_measured(script: 
 
 def test_operations_are_counted_in_trials_of_other_arguments(script: str, local: LocalBackend) -> None:
     backend, _ = described([sys.executable, script, *BATCH, "--be", "{be=plain:other}"], local)
-    measured = backend.submit(trial(Setting(precision="fp32", batch_size=8, arguments=(("be", "other"),)))).result()
+    setting = Setting(precision="fp32", batch_size=8, arguments=(("be", "other"),))
+    measured = backend.submit(trial(setting)).result()
     assert isinstance(measured, Measurement), measured
     assert measured.counted_flops == CountedFlops(flops=2 * 2 * 8 * 8, num_samples=8)
+    confirming = trial(setting, purpose="confirm", round=0)
+    again = backend.submit(confirming).result()
+    assert isinstance(again, Measurement), again
+    assert again.counted_flops is None, "nothing slows a run that is compared with today's"
 
 
 RECURRENT = """
