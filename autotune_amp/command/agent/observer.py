@@ -94,7 +94,7 @@ class Observer:
         self._optimizers: list[Any] = []  # weak references, in the order of their first steps
         self._num_steps_of: list[int] = []  # by index of the optimizer
         # By index of the optimizer, for each loader: samples at its latest step, number of steps that it yielded for;
-        # and how many loaders yielded for the latest step for which any did.
+        # and how many loaders yielded for the latest step.
         self._loaded_for: list[tuple[dict[str, int], Counter[str], int]] = []
         self._running_step_frame: Any = None  # frame of the outermost running `Optimizer.step`, None outside of one
         self._num_nested = 0  # running `Optimizer.step` calls inside the outermost
@@ -290,15 +290,15 @@ class Observer:
             self.diagnosis.after_step(optimizer, step)
 
     def _follows_evaluation(self, index: int) -> bool:
-        """Whether more loaders have yielded batches for this step of an optimizer than for the latest with any, among
-        them one that yields for less than half of the steps, as one for evaluation does (`Rank.training_loaders`): that
-        of a loop with two steps for each batch does not.
+        """Whether more loaders have yielded batches for this step of an optimizer than for its previous one, among them
+        one that yields for less than half of the steps, as one for evaluation does (`Rank.training_loaders`): that of a
+        loop with two steps for each batch does not, unless it is made anew in each epoch.
         """
         num_samples, num_steps_with, num_before = self._loaded_for[index]
         yielding = [name for name, num in self.loaders.num_samples.items() if num != num_samples.get(name, 0)]
         num_samples.update(self.loaders.num_samples)
         num_steps_with.update(yielding)
-        self._loaded_for[index] = num_samples, num_steps_with, len(yielding) or num_before
+        self._loaded_for[index] = num_samples, num_steps_with, len(yielding)
         is_rare = any(2 * num_steps_with[name] < self._num_steps_of[index] for name in yielding)
         return is_rare and num_before < len(yielding)  # else it takes the place of a loader of an earlier epoch
 
