@@ -179,12 +179,11 @@ UPDATED = "assert pathlib.Path('old/file').open('r+').read() == \"the user's\"\n
 @pytest.mark.parametrize("version", ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13"])
 def test_in_a_python_of_that_version(mine: Path, version: str) -> None:
     python = shutil.which(f"python{version}")
-    if python is None or subprocess.run([python, "-c", ""], check=False, capture_output=True).returncode:
+    shown = [str(python), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    if python is None or subprocess.run(shown, check=False, capture_output=True, text=True).stdout.strip() != version:
         pytest.skip(f"there is no python{version} here")
     before = snapshot(mine)
-    shown = "print('runs', '%d.%d' % sys.version_info[:2], flush=True)\n"
-    ran = run_command([python, "-c", f"{PREAMBLE}{shown}open('mine', 'w').close()\n{UPDATED}open('old/file', 'w')"])
-    assert f"runs {version}\n" in ran.state.printed
+    ran = run_command([python, "-c", f"{PREAMBLE}open('mine', 'w').close()\n{UPDATED}open('old/file', 'w')"])
     assert ran.events.of(Hello)
     assert ran.events.first(Refused) is not None, ran.state.printed
     assert not ran.events.of(Error)
