@@ -380,7 +380,8 @@ class Recommendation(Decision, frozen=True, kw_only=True):
     def further_facts(self) -> list[tuple[str, str]]:
         """Return (label, text) pairs for the facts that neither `answer` nor the warnings contain."""
         config, evidence, workload, utilization = self.config, self.evidence, self.workload, self.utilization
-        joules, has_mfu = evidence.joules_per_sample, self.measured_flops is not None
+        joules = evidence.joules_per_sample
+        uncounted = None if utilization is None or utilization.flops_per_second else utilization
         device_type = self.hardware.identity.type
         scale = config.loss_scale if self.command_template is None else None  # a script has its own
         limit_bytes = self.options.get("memory_limit")
@@ -394,7 +395,7 @@ class Recommendation(Decision, frozen=True, kw_only=True):
             ("objective", None if self.objective == "speed" else self.objective),
             ("energy", None if joules is None else f"{joules:.3g} J a sample"),
             ("job", None if self.job is None else explain.job_line(self.job)),
-            ("MFU", None if utilization is None or has_mfu else explain.utilization_line(utilization)),
+            ("MFU", explain.utilization_line(uncounted) if uncounted else None),
             ("devices", explain.devices_line(evidence)),
             ("ranks", None if evidence.ranks is None else explain.ranks_line(evidence.ranks, device_type)),
             ("run", None if workload is None or not workload.is_ranked else explain.ranked_run_line(config, workload)),

@@ -445,8 +445,7 @@ class Experiment:
         """
         share = EXTRA_BATCH_SHARE if num_batches >= MIN_NUM_BATCHES else BATCH_SHARE
         has_time = self._elapsed_seconds() < share * self._seconds
-        error_bytes = ERROR_BYTES * _num_trained(self._subject)
-        has_memory = num_batches < 3 or 2 * error_bytes <= host.free_memory_bytes()
+        has_memory = num_batches < 3 or 2 * ERROR_BYTES * _num_trained(self._subject) <= host.free_memory_bytes()
         return num_batches < 2 or (has_time and has_memory)
 
     def _elapsed_seconds(self) -> float:

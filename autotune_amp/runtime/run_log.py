@@ -42,7 +42,7 @@ class BeginLine(_RunLine, frozen=True, kw_only=True, tag="begin"):
     """
 
     format: int = FORMAT
-    run_id: str  # required here: a run without it is another with each line
+    run_id: str  # always written; a line without it is damaged
     is_resumed: bool
     time: str
     device: str

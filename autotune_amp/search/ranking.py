@@ -37,10 +37,10 @@ from autotune_amp.dimensions import NUMERIC, numerics_of, risks
 from autotune_amp.search.space import SAME_MEMORY_SHARE, Space
 from autotune_amp.trial.failures import suggested_fix
 
-# Two shares of a speed, each as large as the differences between processes (studies/README.md, Timing).
+# Three shares of a speed, each as large as the differences between processes (studies/README.md, Timing).
 PLATEAU = 0.03  # settings that are slower than the fastest by no more are as good: risks decide
-SPEED_ERROR = 0.03  # by which the lead of one setting over another may be wrong
 MIN_GAIN = 0.03  # gain from which on a setting, a variant, more workers or a larger batch is worth a change
+SPEED_ERROR = 0.03  # by which the lead of one setting over another may be wrong
 MAX_DATA_SHARE = 0.10  # above this share of a step spent waiting for data, loading limits the speed (studies/README.md)
 MIN_COMPUTING_SHARE = 0.02  # lower bound of the share of a step spent computing, which speeds are divided by
 

@@ -136,8 +136,8 @@ class Study:
                 self._note("The study's storage can be reached again.")
         for record in ledger.records:
             setting, outcome = record.candidate, record.outcome
-            is_legal = msgspec.structs.replace(setting.without_variants, pinned_modules=()) in self._legal
-            is_due = record.purpose == "search" and record.number not in self._numbers and is_legal
+            is_due = record.purpose == "search" and record.number not in self._numbers
+            is_due = is_due and msgspec.structs.replace(setting.without_variants, pinned_modules=()) in self._legal
             if is_due and (is_over or not ledger.awaits_calibration(setting)):
                 assert isinstance(outcome, (Measurement, Failure)), "a check is not a trial"
                 takes_scaler = MODES[setting.precision].takes_scaler

@@ -180,15 +180,15 @@ class FrameworkHooks:
             original(accelerator, *args, **kwargs)
             if precision is not None:
                 self._hooks.report_set("precision", "Accelerator's mixed_precision", own_precision, precision)
-            plugin = accelerator.state.deepspeed_plugin
             if steps is not None:
                 was = accelerator.gradient_accumulation_steps
                 self._hooks.report_set("accumulation_steps", "Accelerator", was, steps)
                 accelerator.gradient_accumulation_steps = steps
-            if steps is not None and plugin is not None:  # a number there would replace it
-                plugin.deepspeed_config["gradient_accumulation_steps"] = steps
-                if "train_micro_batch_size_per_gpu" in plugin.deepspeed_config:
-                    plugin.deepspeed_config.pop("train_batch_size", None)  # DeepSpeed computes the product
+                if accelerator.state.deepspeed_plugin is not None:  # a number there would replace it
+                    settings = accelerator.state.deepspeed_plugin.deepspeed_config
+                    settings["gradient_accumulation_steps"] = steps
+                    if "train_micro_batch_size_per_gpu" in settings:
+                        settings.pop("train_batch_size", None)  # DeepSpeed computes the product
             today = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
             self._report_switch("Accelerator", {"precision": "mixed_precision"}, {"precision": today})
 
